@@ -1,0 +1,67 @@
+# make run     set up, prepare the default model, serve on port 8080   (DEVICE=cuda: on a GPU)
+# make test    set up, run all tests
+# make setup   the virtual environment alone      make model   the default model alone
+# make lint    ruff and mypy                      make bench   measure a running server
+
+PYTHON ?= python3
+DEVICE ?= auto
+PRECISION ?= auto
+PORT ?= 8080
+
+# One environment per ONNX Runtime wheel: the CPU and the GPU wheel own the same import name.
+ifeq ($(DEVICE),cuda)
+VENV ?= .venv-gpu
+RUNTIME := requirements-gpu.txt
+else
+VENV ?= .venv
+RUNTIME := requirements-cpu.txt
+# The CPU build, where the package index in use has one; any torch that requirements.txt admits
+# works.
+TORCH ?= torch==2.13.0
+endif
+
+BIN := $(VENV)/bin
+DEFAULT_MODEL := models/default/quantization.json
+export ORT_DISABLE_TELEMETRY := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: run test setup model lint bench clean
+.DELETE_ON_ERROR:
+
+# With MODEL_PATH=FOLDER that folder is served, and no default model is prepared.
+run: $(VENV)/.run-installed $(if $(MODEL_PATH),,$(DEFAULT_MODEL))
+	exec $(BIN)/python -m app
+
+test: $(VENV)/.dev-installed $(DEFAULT_MODEL)
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(VENV)/.dev-installed
+
+model: $(DEFAULT_MODEL)
+
+bench: $(VENV)/.run-installed
+	$(BIN)/python scripts/bench.py --url http://127.0.0.1:$(PORT) --concurrency 1,8,32
+
+# A stamp is written last, so an interrupted installation is taken up again.
+$(VENV)/.run-installed: requirements.txt $(RUNTIME) requirements-build.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(BIN)/python -m pip install $(TORCH) -r $(RUNTIME)
+	$(BIN)/python -m pip install --no-deps -r requirements-build.txt
+	touch $@
+
+$(VENV)/.dev-installed: $(VENV)/.run-installed requirements-dev.txt
+	$(BIN)/python -m pip install -r requirements-dev.txt
+	touch $@
+
+# Not rebuilt when the environment changes: the folder says what made it.
+$(DEFAULT_MODEL): | $(VENV)/.run-installed
+	$(BIN)/python -m quantize default --output models/default --precision $(PRECISION)
+
+clean:
+	rm -rf .venv .venv-gpu models .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Run time: serves a model folder over HTTP. Never imports `quantize`."""

@@ -1,0 +1,60 @@
+"""`python -m app`: binds the socket, loads the model, serves until SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+
+# Before any library reads them: no telemetry, no network for local files, no thread pool of the
+# tokenizer that a fork would break.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from .config import read_settings
+
+log = logging.getLogger("app")
+
+
+def main() -> int:
+    settings = read_settings()
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    # Settings are right: only now the slower imports.
+    import gevent
+
+    from .api import create_app
+    from .bridge import State
+    from .edge import bind
+    from .service import Service
+
+    service = Service(settings)
+    try:
+        server = bind(create_app(service), settings.host, settings.port)
+    except OSError as error:
+        print(f"HOST={settings.host} PORT={settings.port}: {error.strerror}", file=sys.stderr)
+        return 2
+    for number in (signal.SIGTERM, signal.SIGINT):
+        gevent.signal_handler(number, service.bridge.request_stop)
+    service.bridge.start()
+    server.start()
+    log.info("listening on http://%s:%d", server.server_host, server.server_port)
+    service.bridge.ended.wait()
+    server.stop(timeout=1)
+    if service.bridge.state is State.FAILED:
+        print(f"cannot serve: {service.bridge.failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    # A load in progress cannot be interrupted; its thread must not hold the exit up.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

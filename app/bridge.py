@@ -1,0 +1,176 @@
+"""The seam between the two threads: the hub owns HTTP, one native thread owns the engine.
+
+Hub to engine: a `queue.SimpleQueue` of sequences; an abort is a flag on the sequence. Engine to
+hub: one append to a deque and one `async_` wake-up per step, then the hub hands the deltas out. No
+gevent object but that watcher is touched from the engine thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import gevent
+import gevent.event
+
+from .engine import Engine
+from .errors import NotReady
+from .sequence import Delta, FinishReason, Sequence
+
+# The engine's Python and the hub share the GIL. The default of 5 ms lets every hub turn wait that
+# long; measured (DESIGN 6): health p99 falls with it.
+_SWITCH_INTERVAL_SECONDS = 0.0005
+_STOP_SECONDS = 10.0
+
+
+class State(enum.Enum):
+    LOADING = "loading"
+    READY = "ready"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class TokenStream:
+    """A sequence's deltas, on the hub's side, in order and without loss."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self._arrived: list[Delta] = []
+        self._event = gevent.event.Event()
+
+    def __iter__(self) -> Iterator[list[Delta]]:
+        """Yields what has come since the last turn; ends with the sequence. Waits on the hub."""
+        is_finished = False
+        while not is_finished:
+            self._event.wait()
+            self._event.clear()
+            deltas, self._arrived = self._arrived, []
+            is_finished = any(delta.finish_reason is not None for delta in deltas)
+            yield deltas
+
+    def put(self, delta: Delta) -> None:
+        self._arrived.append(delta)
+        self._event.set()
+
+    def abort(self) -> None:
+        """The client has gone: the engine ends the sequence before its next step."""
+        self.sequence.is_aborted = True
+
+
+class Bridge:
+    """Runs the engine on its own native thread. All methods are called on the hub.
+
+    `load` builds the engine, on that thread: minutes for a large model, while the hub answers.
+    """
+
+    def __init__(self, load: Callable[[], Engine]) -> None:
+        self._load = load
+        self._inbox: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
+        self._outbox: deque[list[Delta] | State] = deque()
+        self._streams: dict[Sequence, TokenStream] = {}
+        self._wake = gevent.get_hub().loop.async_()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.state = State.LOADING
+        self.failure: BaseException | None = None
+        self._engine: Engine | None = None
+        self.ended = gevent.event.Event()  # set when the engine thread has stopped or failed
+
+    @property
+    def is_ready(self) -> bool:
+        """The engine has produced a token, and its last two steps have not both failed."""
+        engine = self._engine
+        return self.state is State.READY and engine is not None and engine.num_failed_steps < 2
+
+    def start(self) -> None:
+        sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
+        self._wake.start(self._deliver)
+        self._thread.start()
+
+    def submit(self, sequence: Sequence) -> TokenStream:
+        """Raises NotReady unless the engine runs."""
+        if self.state is not State.READY:
+            raise NotReady(f"the model is {self.state.value}")
+        stream = TokenStream(sequence)
+        self._streams[sequence] = stream
+        self._inbox.put(sequence)
+        return stream
+
+    def request_stop(self) -> None:
+        """Ends the engine thread after its current step; `ended` tells when it has.
+
+        A load cannot be interrupted and is not waited for; nor is a step for more than
+        `_STOP_SECONDS`.
+        """
+        was_loading = self.state is State.LOADING
+        self.state = State.STOPPED
+        self._inbox.put(None)
+        if was_loading:
+            self.ended.set()
+        else:
+            gevent.spawn_later(_STOP_SECONDS, self.ended.set)
+
+    # --- on the hub, woken by the engine thread -------------------------------------------------
+
+    def _deliver(self) -> None:
+        while self._outbox:
+            item = self._outbox.popleft()
+            if isinstance(item, State):
+                self._change(item)
+                continue
+            for delta in item:
+                stream = self._streams.get(delta.sequence)
+                if stream is not None:  # the self-test has none
+                    stream.put(delta)
+                    if delta.finish_reason is not None:
+                        del self._streams[delta.sequence]
+
+    def _change(self, state: State) -> None:
+        if self.state is State.LOADING or state is State.FAILED:
+            self.state = state
+        if state is State.READY:
+            return
+        for sequence, stream in self._streams.items():
+            stream.put(Delta(sequence, None, FinishReason.ERROR, "the server has stopped"))
+        self._streams.clear()
+        self._wake.stop()
+        self.ended.set()
+
+    # --- on the engine thread ---------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            engine = self._load()
+            engine.self_test()
+            self._engine = engine
+            # What is loaded stays: keep it out of every later collection (DESIGN 6).
+            gc.collect()
+            gc.freeze()
+            self._post(State.READY)
+            while self._take_in(engine):
+                deltas = engine.step()
+                if deltas:
+                    self._post(deltas)
+            self._post(State.STOPPED)
+        except BaseException as error:
+            self.failure = error
+            self._post(State.FAILED)
+
+    def _take_in(self, engine: Engine) -> bool:
+        """Moves new sequences into the engine, waiting for one if it is idle; False to stop."""
+        try:
+            while True:
+                sequence = self._inbox.get(block=engine.is_idle)
+                if sequence is None:
+                    return False
+                engine.submit(sequence)
+        except queue.Empty:
+            return True
+
+    def _post(self, item: list[Delta] | State) -> None:
+        self._outbox.append(item)
+        self._wake.send()

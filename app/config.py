@@ -1,0 +1,145 @@
+"""Settings: one click option each, with a flag and an environment variable.
+
+click checks every value before anything slow is imported, and its message names the variable.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Every setting, checked. The fields are named as the options are."""
+
+    model_path: Path
+    host: str
+    port: int
+    device: str
+    threads: int
+    max_batch_size: int
+    max_model_len: int
+    prefill_chunk: int
+    max_body_bytes: int
+    log_level: str
+
+
+def available_cpus() -> int:
+    """The CPUs that this process may use; the host may have more."""
+    return len(os.sched_getaffinity(0))
+
+
+def _model_folder(_: click.Context, __: click.Parameter, value: Path) -> Path:
+    if not (value / "model.onnx").is_file():
+        raise click.BadParameter(
+            f"{str(value)!r} is not a model folder: it has no model.onnx. "
+            "Build one with 'make model' or 'python -m quantize'."
+        )
+    return value
+
+
+def _option(flag: str, name: str, help_: str, **attributes: Any) -> click.Option:
+    return click.Option(
+        [flag, name],
+        envvar="MODEL_PATH" if name == "model_path" else name.upper(),
+        help=help_,
+        show_default=True,
+        show_envvar=True,
+        **attributes,
+    )
+
+
+OPTIONS: list[click.Parameter] = [
+    _option(
+        "--model",
+        "model_path",
+        "Folder of the model, as `python -m quantize` writes it.",
+        type=click.Path(path_type=Path),
+        default="models/default",
+        callback=_model_folder,
+    ),
+    _option("--host", "host", "Address to listen on.", default="0.0.0.0"),
+    _option(
+        "--port",
+        "port",
+        "Port to listen on; 0 takes a free one.",
+        type=click.IntRange(0, 65535),
+        default=8080,
+    ),
+    _option(
+        "--device",
+        "device",
+        "`cuda` fails without a usable GPU, `auto` falls back to the CPU.",
+        type=click.Choice(["auto", "cpu", "cuda"]),
+        default="auto",
+    ),
+    _option(
+        "--threads",
+        "threads",
+        "CPU threads of the model; 0 takes all CPUs that the process may use.",
+        type=click.IntRange(0, 1024),
+        default=0,
+    ),
+    _option(
+        "--max-batch-size",
+        "max_batch_size",
+        "Most requests that run together; fewer if the KV cache would not fit in memory.",
+        type=click.IntRange(1, 1024),
+        default=32,
+    ),
+    _option(
+        "--max-model-len",
+        "max_model_len",
+        "Most tokens of prompt and answer together; 0 takes the model's context.",
+        type=click.IntRange(0),
+        default=0,
+    ),
+    _option(
+        "--prefill-chunk",
+        "prefill_chunk",
+        "Prompt tokens read per step, between the steps of open streams.",
+        type=click.IntRange(1, 65536),
+        default=128,
+    ),
+    _option(
+        "--max-body-bytes",
+        "max_body_bytes",
+        "Largest request body.",
+        type=click.IntRange(1),
+        default=1 << 20,
+    ),
+    _option(
+        "--log-level",
+        "log_level",
+        "Least severe message to log.",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        default="info",
+    ),
+]
+
+
+def read_settings(arguments: Ordered[str] | None = None) -> Settings:
+    """Settings from flags, then environment, then defaults.
+
+    Exits with status 2 and a message that names the variable if a value is wrong.
+    """
+    command = click.Command(
+        "python -m app",
+        params=OPTIONS,
+        callback=Settings,
+        help="Serves a model folder over HTTP.",
+    )
+    try:
+        settings = command.main(arguments, standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        raise SystemExit(error.exit_code) from None
+    if not isinstance(settings, Settings):  # --help has been printed
+        raise SystemExit(0)
+    return settings

@@ -1,0 +1,123 @@
+"""The step: plan, forward, sample, commit. Knows token ids only, and nothing of threads or HTTP."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .kv_cache import KVCache
+from .sampler import Sampled, sample
+from .scheduler import Scheduler
+from .sequence import Delta, SamplingParams, Sequence, StepPlan
+
+log = logging.getLogger(__name__)
+
+
+class Model(Protocol):
+    """What the engine needs of a model; tests hand in their own."""
+
+    def forward(self, plan: StepPlan, cache: KVCache) -> NDArray[np.float32]:
+        """Runs the plan; logits `(len(plan.sampled), vocab)`, valid until the next call."""
+
+
+class Observer(Protocol):
+    """Hears what happens; never decides anything."""
+
+    def stepped(self, plan: StepPlan, seconds: float) -> None: ...
+    def advanced(self, sequence: Sequence, now: float) -> None: ...
+    def finished(self, sequence: Sequence) -> None: ...
+    def counted(self, num_waiting: int, num_running: int) -> None: ...
+
+
+class Unobserved:
+    """An observer that lets everything pass."""
+
+    def stepped(self, plan: StepPlan, seconds: float) -> None: ...
+    def advanced(self, sequence: Sequence, now: float) -> None: ...
+    def finished(self, sequence: Sequence) -> None: ...
+    def counted(self, num_waiting: int, num_running: int) -> None: ...
+
+
+class Engine:
+    """Owns model, cache and scheduler. One thread at a time may call it."""
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        scheduler: Scheduler,
+        observer: Observer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._scheduler = scheduler
+        self._observer = observer
+        self._clock = clock
+        self.num_failed_steps = 0  # in a row
+
+    @property
+    def is_idle(self) -> bool:
+        return self._scheduler.is_idle
+
+    def submit(self, sequence: Sequence) -> None:
+        self._scheduler.add(sequence)
+
+    def step(self) -> list[Delta]:
+        """Runs one step; what it brought each sequence.
+
+        A model that raises costs the sequences of that step an error, never the engine.
+        """
+        started_at = self._clock()
+        plan = self._scheduler.plan()
+        try:
+            deltas = self._scheduler.commit(plan, self._run(plan))
+            if not plan.is_empty:
+                self.num_failed_steps = 0
+        except Exception as error:
+            self.num_failed_steps += 1
+            deltas = self._scheduler.fail(plan, f"the model run failed: {type(error).__name__}")
+            log.exception("step failed: %d sequences end with an error", len(deltas))
+        self._observe(plan, deltas, started_at)
+        return deltas
+
+    def _run(self, plan: StepPlan) -> Sampled:
+        self._cache.apply(plan.moves)
+        if plan.is_empty:
+            return Sampled(np.empty(0, np.int64), np.empty(0, np.bool_))
+        logits = self._model.forward(plan, self._cache)
+        return sample(logits, plan.sampled)
+
+    def _observe(self, plan: StepPlan, deltas: list[Delta], started_at: float) -> None:
+        now = self._clock()
+        if plan.prefill is not None and plan.prefill.start == 0:
+            plan.prefill.sequence.admitted_at = started_at
+        for delta in deltas:
+            sequence = delta.sequence
+            if delta.token_id is not None:
+                self._observer.advanced(sequence, now)
+                if sequence.first_token_at is None:
+                    sequence.first_token_at = now
+                sequence.last_token_at = now
+            if delta.finish_reason is not None:
+                sequence.finished_at = now
+                self._observer.finished(sequence)
+        if not plan.is_empty:
+            self._observer.stepped(plan, now - started_at)
+        self._observer.counted(self._scheduler.num_waiting, self._scheduler.num_running)
+
+    def self_test(self) -> None:
+        """Generates one token; raises RuntimeError if the model cannot."""
+        probe = Sequence("self-test", [0], SamplingParams(max_tokens=1, ignore_eos=True))
+        observer, self._observer = self._observer, Unobserved()  # it is nobody's request
+        self.submit(probe)
+        while not probe.is_finished:
+            self.step()
+        self._observer = observer
+        if probe.error is not None:
+            raise RuntimeError(f"the self-test failed: {probe.error}")

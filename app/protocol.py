@@ -1,0 +1,176 @@
+"""JSON in, JSON and SSE out. Past this module there are only validated requests.
+
+The pydantic models are the one statement of what a field may be; their descriptions state the
+limits, and an error quotes them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .completion import Completion, Piece
+from .errors import InvalidRequest, PromptTooLong, ServeError
+from .sequence import SamplingParams, Sequence
+
+DEFAULT_MAX_TOKENS = 256
+
+
+class GenerateRequest(BaseModel):
+    """The body of `POST /generate`. Unknown fields are refused, types are not converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: str = Field(min_length=1, description="text of at least one character")
+    parse_special: bool = Field(
+        False,
+        description="true or false; true reads control tokens written in the prompt as such and "
+        "adds none, for prompts that already carry the model's chat template",
+    )
+    stream: bool = Field(False, description="true or false")
+    max_tokens: int = Field(
+        DEFAULT_MAX_TOKENS,
+        ge=1,
+        description="an integer from 1 to what the prompt leaves of the model's context",
+    )
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        le=2,
+        allow_inf_nan=False,
+        description="a number from 0 (greedy) to 2; by default 0, or 1 if top_p, top_k or seed "
+        "is given",
+    )
+    top_p: float = Field(1.0, gt=0, le=1, description="a number above 0 and at most 1 (off)")
+    top_k: int = Field(0, ge=-1, description="an integer; 0 or -1 is off")
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**63, description="an integer of 64 bits; random by default"
+    )
+    ignore_eos: bool = Field(False, description="true or false; true generates max_tokens tokens")
+
+    def sampling_params(self, max_tokens: int) -> SamplingParams:
+        temperature = self.temperature
+        if temperature is None:
+            temperature = float(bool(self.model_fields_set & {"top_p", "top_k", "seed"}))
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            seed=secrets.randbits(64) if self.seed is None else self.seed % 2**64,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def parse(model: type[M], body: bytes) -> M:
+    """Raises InvalidRequest naming the field, what is wrong with it and what it may be."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    try:
+        return model.model_validate(parsed)
+    except ValidationError as error:
+        raise _invalid(model, error) from None
+
+
+def _invalid(model: type[BaseModel], error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False)[0]
+    param = str(first["loc"][0])
+    if first["type"] == "extra_forbidden":
+        known = ", ".join(model.model_fields)
+        return InvalidRequest(f"{param}: not a field of this route; it knows {known}", param=param)
+    if first["type"] == "missing":
+        return InvalidRequest(f"{param}: is required", param=param)
+    limits = model.model_fields[param].description
+    return InvalidRequest(f"{param}: {first['msg']}; it must be {limits}", param=param)
+
+
+def resolve_max_tokens(request: GenerateRequest, num_prompt: int, max_model_len: int) -> int:
+    """How many tokens the answer may have; the default gives way to the context's end.
+
+    Raises PromptTooLong or InvalidRequest, with the numbers, if prompt and answer do not fit.
+    """
+    room = max_model_len - num_prompt
+    if room < 1:
+        raise PromptTooLong(num_prompt, max_model_len)
+    if "max_tokens" not in request.model_fields_set:
+        return min(request.max_tokens, room)
+    if request.max_tokens > room:
+        raise InvalidRequest(
+            f"max_tokens: {request.max_tokens} is too much; the context of {max_model_len} tokens "
+            f"less the prompt of {num_prompt} leaves {room}",
+            param="max_tokens",
+        )
+    return request.max_tokens
+
+
+def usage(sequence: Sequence) -> dict[str, int]:
+    num_prompt, num_output = len(sequence.prompt_ids), len(sequence.output_ids)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+    }
+
+
+def timings(sequence: Sequence) -> dict[str, float | None]:
+    """Seconds in the queue, until the first token from there, and from it to the last; and the
+    rate of the tokens after the first."""
+    admitted, first = sequence.admitted_at, sequence.first_token_at
+    last = sequence.last_token_at
+    if admitted is None or first is None or last is None:
+        return {}
+    decode = last - first
+    rate = (len(sequence.output_ids) - 1) / decode if decode > 0 else None
+    return {
+        "queue_seconds": round(admitted - sequence.arrived_at, 6),
+        "prefill_seconds": round(first - admitted, 6),
+        "decode_seconds": round(decode, 6),
+        "tokens_per_second": None if rate is None else round(rate, 2),
+    }
+
+
+def result(completion: Completion, pieces: Iterable[Piece], model: str) -> dict[str, Any]:
+    """The whole answer as one object."""
+    taken = list(pieces)
+    return {"text": "".join(piece.text for piece in taken)} | _end(completion, taken[-1], model)
+
+
+def events(completion: Completion, pieces: Iterable[Piece], model: str) -> Iterator[bytes]:
+    """The answer as SSE: an event per piece, the last with what the plain answer has besides.
+
+    The status has been sent by then, so a failure becomes one error event, and the stream ends.
+    """
+    try:
+        for piece in pieces:
+            end = _end(completion, piece, model) if piece.finish_reason is not None else {}
+            yield event({"text": piece.text} | end)
+    except ServeError as error:
+        yield event(error.body())
+    finally:  # also when a write failed because the client has left
+        completion.abort()
+
+
+def event(data: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def _end(completion: Completion, last: Piece, model: str) -> dict[str, Any]:
+    sequence = completion.sequence
+    return {
+        "finish_reason": last.finish_reason,
+        "usage": usage(sequence),
+        "timings": timings(sequence),
+        "request_id": sequence.request_id,
+        "model": model,
+    }

@@ -1,0 +1,142 @@
+"""Who runs in the next step. Pure: no I/O, clock, thread or array.
+
+The policy, whole: every running sequence decodes in every step, for an open stream must not wait;
+beside them at most one prompt is read, a chunk per step, first come first served. A prompt is taken
+up when a row of the cache is free. Rows are contiguous from 0, decoding sequences first and the
+one that is reading its prompt behind them: when a row leaves, the last decoding row takes its place
+and the prefill closes up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from .sampler import Sampled
+from .sequence import Delta, FinishReason, Move, PrefillChunk, Sequence, Status, StepPlan
+
+
+class Scheduler:
+    """Invariant: a sequence is in exactly one of `_waiting`, `_prefilling` and `_decoding`."""
+
+    def __init__(
+        self, max_batch_size: int, max_model_len: int, prefill_chunk: int, eos_ids: frozenset[int]
+    ) -> None:
+        self._max_batch_size = max_batch_size
+        self._max_model_len = max_model_len
+        self._prefill_chunk = prefill_chunk
+        self._eos_ids = eos_ids
+        self._waiting: deque[Sequence] = deque()
+        self._decoding: list[Sequence] = []  # index = row
+        self._prefilling: Sequence | None = None
+        self._prefill_row = 0
+        self._aborted: list[Delta] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._decoding) + (self._prefilling is not None)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._waiting or self.num_running)
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def plan(self) -> StepPlan:
+        """Drops what has ended, admits what fits, and says who runs."""
+        self._abort_marked()
+        moves = self._close_gaps()
+        if self._prefilling is None and self._waiting and self._has_free_row():
+            self._prefilling = self._waiting.popleft()
+            self._prefilling.status = Status.RUNNING
+            self._prefill_row = len(self._decoding)
+        return StepPlan(moves, self._next_chunk(), list(self._decoding))
+
+    def commit(self, plan: StepPlan, sampled: Sampled) -> list[Delta]:
+        """Records what the step brought; the deltas of all sequences that it changed."""
+        if plan.prefill is not None:
+            plan.prefill.sequence.num_cached += len(plan.prefill.token_ids)
+            if plan.prefill.is_last:
+                self._decoding.append(plan.prefill.sequence)
+                self._prefilling = None
+        for sequence in plan.decode:
+            sequence.num_cached += 1
+        deltas = self._take_aborted()
+        for row, sequence in enumerate(plan.sampled):
+            if sampled.is_finite[row]:
+                deltas.append(self._append(sequence, int(sampled.token_ids[row])))
+            else:
+                deltas.append(_failed(sequence, "the model's logits are not finite"))
+        return deltas
+
+    def fail(self, plan: StepPlan, error: str) -> list[Delta]:
+        """Ends every sequence of a step that raised; their rows are free in the next plan."""
+        sequences = [*plan.decode, *([plan.prefill.sequence] if plan.prefill else [])]
+        return self._take_aborted() + [_failed(sequence, error) for sequence in sequences]
+
+    def _append(self, sequence: Sequence, token_id: int) -> Delta:
+        sequence.output_ids.append(token_id)
+        params = sequence.params
+        if token_id in self._eos_ids and not params.ignore_eos:
+            sequence.finish(FinishReason.STOP)
+        elif (
+            len(sequence.output_ids) >= params.max_tokens
+            or sequence.num_tokens >= self._max_model_len
+        ):
+            sequence.finish(FinishReason.LENGTH)
+        return Delta(sequence, token_id, sequence.finish_reason)
+
+    def _has_free_row(self) -> bool:
+        return self.num_running < self._max_batch_size
+
+    def _next_chunk(self) -> PrefillChunk | None:
+        sequence = self._prefilling
+        if sequence is None:
+            return None
+        start = sequence.num_cached
+        token_ids = sequence.prompt_ids[start : start + self._prefill_chunk]
+        return PrefillChunk(sequence, self._prefill_row, start, token_ids)
+
+    def _abort_marked(self) -> None:
+        """Ends the sequences whose client has gone, wherever they are."""
+        running = [*self._decoding, *([self._prefilling] if self._prefilling else [])]
+        for sequence in [*self._waiting, *running]:
+            if sequence.is_aborted and not sequence.is_finished:
+                sequence.finish(FinishReason.ABORT)
+                self._aborted.append(Delta(sequence, None, FinishReason.ABORT))
+        if any(sequence.is_finished for sequence in self._waiting):
+            self._waiting = deque(s for s in self._waiting if not s.is_finished)
+
+    def _take_aborted(self) -> list[Delta]:
+        aborted, self._aborted = self._aborted, []
+        return aborted
+
+    def _close_gaps(self) -> list[Move]:
+        """Removes finished rows; the moves that keep the rows contiguous, in order."""
+        moves: list[Move] = []
+        rows = self._decoding
+        row = 0
+        while row < len(rows):
+            if not rows[row].is_finished:
+                row += 1
+                continue
+            last = rows.pop()
+            if row < len(rows):  # else the last row itself has ended
+                rows[row] = last
+                if not last.is_finished:
+                    moves.append(Move(len(rows), row, last.num_cached))
+        if self._prefilling is not None and self._prefilling.is_finished:
+            self._prefilling = None
+        if self._prefilling is not None and self._prefill_row != len(rows):
+            moves.append(Move(self._prefill_row, len(rows), self._prefilling.num_cached))
+            self._prefill_row = len(rows)
+        return moves
+
+
+def _failed(sequence: Sequence, error: str) -> Delta:
+    sequence.finish(FinishReason.ERROR, error)
+    return Delta(sequence, None, FinishReason.ERROR, error)

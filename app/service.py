@@ -1,0 +1,131 @@
+"""What the routes work with: settings, metrics, the bridge and, once loaded, the model's text side.
+
+`load` runs on the engine thread and imports torch, transformers and ONNX Runtime there: the hub
+answers health checks from the first moment.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry
+
+from .bridge import Bridge
+from .completion import Completion
+from .config import Settings, available_cpus
+from .errors import NotReady, UnservableModel
+from .metrics import Metrics
+from .protocol import GenerateRequest, resolve_max_tokens
+from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .text import TextCodec
+
+log = logging.getLogger(__name__)
+
+_KV_MEMORY_SHARE = 0.8  # of what is free once the weights are loaded; the rest is workspace
+_SHOWN_VERSIONS = ("onnxruntime", "onnxruntime-gpu", "optimum-onnx", "torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """The hub's side of a loaded model."""
+
+    name: str
+    codec: TextCodec
+    max_model_len: int
+    info: dict[str, Any]
+
+
+class Service:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.registry = CollectorRegistry()
+        self.metrics = Metrics(self.registry)
+        self.bridge = Bridge(self._load)
+        self._model: LoadedModel | None = None
+
+    @property
+    def model(self) -> LoadedModel:
+        """Raises NotReady until the model is loaded and has produced a token."""
+        if self._model is None or not self.bridge.is_ready:
+            raise NotReady(f"the model is {self.bridge.state.value}")
+        return self._model
+
+    def submit(self, request: GenerateRequest) -> Completion:
+        """Tokenizes and queues a request. Raises InvalidRequest if it does not fit."""
+        model = self.model
+        prompt_ids = model.codec.encode(request.prompt, parse_special=request.parse_special)
+        max_tokens = resolve_max_tokens(request, len(prompt_ids), model.max_model_len)
+        sequence = Sequence(
+            request_id=f"gen-{uuid.uuid4().hex}",
+            prompt_ids=prompt_ids,
+            params=request.sampling_params(max_tokens),
+            arrived_at=time.monotonic(),
+        )
+        return Completion(self.bridge.submit(sequence), model.codec.detokenizer())
+
+    def _load(self) -> Engine:
+        from .engine import Engine
+        from .kv_cache import KVBudget, KVCache
+        from .model import OnnxModel
+        from .scheduler import Scheduler
+        from .text import TextCodec
+
+        settings, started_at = self.settings, time.monotonic()
+        num_threads = settings.threads or available_cpus()
+        folder = settings.model_path
+        codec = TextCodec.load(folder)
+        model = OnnxModel.load(folder, settings.device, num_threads)
+        if codec.vocab_size > model.spec.vocab_size:
+            raise UnservableModel(
+                f"{folder}: the tokenizer has {codec.vocab_size} tokens, the graph "
+                f"{model.spec.vocab_size}: they do not belong together"
+            )
+        if settings.max_model_len > model.context_length:
+            raise UnservableModel(
+                f"MAX_MODEL_LEN={settings.max_model_len} is more than the model's context of "
+                f"{model.context_length} tokens"
+            )
+        max_len = settings.max_model_len or model.context_length
+        budget = KVBudget(
+            num_bytes=int(_KV_MEMORY_SHARE * model.free_memory()),
+            bytes_per_row=max_len * model.spec.kv.bytes_per_token,
+            max_rows=settings.max_batch_size,
+        )
+        if budget.num_rows < 1:
+            raise UnservableModel(
+                f"the KV cache of one request of {max_len} tokens takes {budget.bytes_per_row:,} "
+                f"bytes, and {budget.num_bytes:,} can be had: lower MAX_MODEL_LEN"
+            )
+        cache = KVCache(model.spec.kv, budget.num_rows, max_len, model.device)
+        scheduler = Scheduler(budget.num_rows, max_len, settings.prefill_chunk, codec.eos_ids)
+        description = model.describe(folder)
+        self._model = LoadedModel(
+            name=description["model"],
+            codec=codec,
+            max_model_len=max_len,
+            info=description
+            | {
+                "threads": num_threads,
+                "max_batch_size": budget.num_rows,
+                "max_model_len": max_len,
+                "prefill_chunk": settings.prefill_chunk,
+                "eos_token_ids": sorted(codec.eos_ids),
+                "kv_cache_bytes": budget.num_rows * budget.bytes_per_row,
+                "versions": _versions(),
+            },
+        )
+        log.info("loaded %s in %.1f s", self._model.info, time.monotonic() - started_at)
+        return Engine(model, cache, scheduler, self.metrics)
+
+
+def _versions() -> dict[str, str]:
+    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    return {name: installed[name] for name in _SHOWN_VERSIONS if name in installed}

@@ -1,0 +1,162 @@
+"""Between text and token ids: encoding, which ids end an answer, and text that grows by tokens.
+
+Knows the tokenizer, nothing of requests, HTTP or the engine.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from .errors import UnservableModel
+
+_SENTINEL = "answer-of-the-assistant"
+
+
+class TextCodec:
+    """The tokenizer of one model folder."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_ids: frozenset[int]) -> None:
+        self.eos_ids = eos_ids
+        self._control_parser: Tokenizer = tokenizer.backend_tokenizer
+        self._plain: Tokenizer = Tokenizer.from_str(self._control_parser.to_str())
+        self._plain.encode_special_tokens = True
+        self._token_bytes = token_bytes(self._control_parser)
+
+    @classmethod
+    def load(cls, folder: Path) -> TextCodec:
+        """Raises UnservableModel without a usable fast tokenizer."""
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:
+            raise UnservableModel(f"{folder} has no usable tokenizer: {error}") from error
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise UnservableModel(f"{folder} has no fast tokenizer (tokenizer.json)")
+        eos_ids = find_eos_ids(folder, tokenizer)
+        if not eos_ids:
+            raise UnservableModel(f"{folder} names no end-of-sequence token: no answer would end")
+        return cls(tokenizer, eos_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._token_bytes)
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Token ids of `text`.
+
+        Control tokens written in the text are plain text, and the tokenizer's own prefix (BOS) is
+        added; with `parse_special` they are control tokens and nothing is added.
+        """
+        if parse_special:
+            return list(self._control_parser.encode(text, add_special_tokens=False).ids)
+        return list(self._plain.encode(text, add_special_tokens=True).ids)
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self._token_bytes)
+
+
+class Detokenizer:
+    """Text of a growing list of token ids, piece by piece.
+
+    Each token stands for bytes; a piece is what is complete as UTF-8, so half a character is held
+    back and the pieces always join to the text of the whole. Bytes that can never become a
+    character turn into U+FFFD, and so does a character that the last token left unfinished.
+    """
+
+    def __init__(self, token_bytes: list[bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_ids: Iterable[int], *, is_last: bool = False) -> str:
+        table = self._token_bytes
+        # A model's vocabulary is often padded: ids behind the tokenizer's last stand for nothing.
+        known = [table[id_] for id_ in token_ids if id_ < len(table)]
+        return self._decoder.decode(b"".join(known), is_last)
+
+
+def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
+    """What each id stands for, as bytes; special tokens stand for none.
+
+    Knows byte-level BPE (GPT-2: a printable character per byte) and SentencePiece style BPE (a
+    U+2581 for a space, `<0xNN>` for a byte). Raises UnservableModel for others.
+    """
+    kinds = set(re.findall(r'"type": *"(\w+)"', json.dumps(_decoder_of(tokenizer))))
+    added = tokenizer.get_added_tokens_decoder()
+    if "ByteLevel" in kinds:
+        to_bytes = _byte_level_bytes
+    elif kinds & {"ByteFallback", "Metaspace"}:
+        to_bytes = _sentencepiece_bytes
+    else:
+        raise UnservableModel(f"the tokenizer's decoder {sorted(kinds)} is not known")
+    table: list[bytes] = []
+    for id_ in range(tokenizer.get_vocab_size(with_added_tokens=True)):
+        token = tokenizer.id_to_token(id_)
+        if id_ in added:
+            table.append(b"" if added[id_].special else added[id_].content.encode())
+        else:
+            table.append(to_bytes(token) if token is not None else b"")
+    return table
+
+
+def _decoder_of(tokenizer: Tokenizer) -> Any:
+    return json.loads(tokenizer.to_str())["decoder"]
+
+
+def _gpt2_alphabet() -> dict[str, int]:
+    """GPT-2's byte alphabet: printable Latin-1 bytes stand for themselves, the other 68 for the
+    characters from U+0100 on (openai/gpt-2, `encoder.py`, `bytes_to_unicode`)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
+
+
+_ALPHABET = _gpt2_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    if all(char in _ALPHABET for char in token):
+        return bytes(_ALPHABET[char] for char in token)
+    return token.encode()
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
+        return bytes([int(match[1], 16)])
+    return token.replace("\u2581", " ").encode()
+
+
+def find_eos_ids(folder: Path, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """Every id that ends an answer: what tokenizer, config.json and generation_config.json name,
+    and the token with which the chat template ends a turn. They often disagree (Phi-3: 32000,
+    a list, and `<|end|>`); each of them alone lets some answers run on."""
+    found = {tokenizer.eos_token_id, _turn_end(tokenizer)}
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        found.update(eos if isinstance(eos, list) else [eos])
+    return frozenset(id_ for id_ in found if id_ is not None)
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The first control token that the chat template writes behind an assistant's answer."""
+    if tokenizer.chat_template is None:
+        return None
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except jinja2.TemplateError:  # a template with rules of its own about turns
+        return None
+    _, _, behind = str(text).rpartition(_SENTINEL)
+    special = set(tokenizer.all_special_ids)
+    ids = tokenizer.backend_tokenizer.encode(behind, add_special_tokens=False).ids
+    return next((id_ for id_ in ids if id_ in special), None)

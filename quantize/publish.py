@@ -1,0 +1,60 @@
+"""Writes aside, renames at the end: a model folder is whole or absent, whatever interrupts."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+from .errors import QuantizeError
+
+
+class Workplace:
+    """A scratch folder beside `output` that `publish` turns into it.
+
+    `cache` outlives the run (downloads); `folder` does not, unless published. One run at a time
+    works on an output; what a killed run left is removed by the next.
+    Raises QuantizeError if `output` exists and is not to be replaced, or another run is at work.
+    """
+
+    def __init__(self, output: Path, *, replace: bool = False) -> None:
+        self._output = output
+        self._replace = replace
+        self.cache = output.parent / ".cache"
+        self._scratch = output.parent / f".{output.name}.partial"
+        self.folder = self._scratch / "folder"
+
+    def __enter__(self) -> Workplace:
+        if self._output.exists() and not self._replace:
+            raise QuantizeError(f"{self._output} exists already; --force replaces it")
+        try:
+            self.cache.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.cache / f"{self._output.name}.lock").open("w")
+        except OSError as error:
+            raise QuantizeError(f"cannot write to {self._output.parent}: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise QuantizeError(f"another run is building {self._output}") from None
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        return self
+
+    def publish(self) -> None:
+        for file in self.folder.iterdir():
+            file.chmod(0o644)  # ONNX writes data files for their owner only; servers are others
+        if self._output.exists():
+            os.replace(self._output, self._scratch / "replaced")
+        os.replace(self.folder, self._output)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._lock.close()

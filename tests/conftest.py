@@ -1,0 +1,65 @@
+"""Model folders that tests share. Built once a session, by the real exporter."""
+
+from __future__ import annotations
+
+import os
+
+# As app/__main__ does, before any library reads them.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from quantize.__main__ import build
+from quantize.sources import resolve
+
+from .tiny import TorchReference, make_llama, make_phi3
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    source: Path  # Hugging Face folder
+    folder: Path  # what is served
+    reference: TorchReference
+
+
+Build = Callable[[Path, str], Path]
+
+
+@pytest.fixture(scope="session")
+def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Exports an HF folder (or 'default') at a precision, as the command line does."""
+
+    def make(source: Path, precision: str) -> Path:
+        root = tmp_path_factory.mktemp("model")
+        folder = root / "folder"
+        folder.mkdir()
+        with resolve(str(source), root / "cache") as resolved:
+            build(resolved, folder, precision)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_phi3(build_folder: Build, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    source = make_phi3(tmp_path_factory.mktemp("phi3"))
+    return TinyModel(source, build_folder(source, "fp32"), TorchReference(source))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(build_folder: Build, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    source = make_llama(tmp_path_factory.mktemp("llama"))
+    return TinyModel(source, build_folder(source, "fp32"), TorchReference(source))
+
+
+@pytest.fixture(scope="session", params=["phi3", "llama"])
+def tiny(request: pytest.FixtureRequest) -> TinyModel:
+    """Both architectures, one after the other."""
+    model: TinyModel = request.getfixturevalue(f"tiny_{request.param}")
+    return model

@@ -1,0 +1,112 @@
+"""Engines for tests: one factory for a real model folder, one for a stub model.
+
+The stub keeps token ids where a model keeps keys, so a row that was moved wrongly, or read before
+it was written, is found at once; its next token is a hash of all ids of the row.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from app.engine import Engine, Unobserved
+from app.kv_cache import KVCache
+from app.scheduler import Scheduler
+from app.sequence import Delta, Move, SamplingParams, Sequence, StepPlan
+
+STUB_VOCAB = 97
+
+
+class TokenCache:
+    """Stands in for KVCache: a row is a list of token ids."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.rows: list[list[int]] = [[] for _ in range(num_rows)]
+
+    def apply(self, moves: Iterable[Move]) -> None:
+        for move in moves:
+            self.rows[move.target] = self.rows[move.source][: move.num_tokens]
+
+
+class StubModel:
+    """Next token = hash of the row's ids. `before` may raise, block or change the logits."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+        self.change: Callable[[StepPlan, NDArray[np.float32]], None] = lambda plan, logits: None
+
+    def forward(self, plan: StepPlan, cache: TokenCache) -> NDArray[np.float32]:
+        self.plans.append(plan)
+        contents: list[list[int]] = []
+        for row, sequence in enumerate(plan.decode):
+            self._write(cache, row, sequence, sequence.num_cached, [sequence.last_token])
+            contents.append(cache.rows[row])
+        if plan.prefill is not None:
+            chunk = plan.prefill
+            assert chunk.row == len(plan.decode), "a prefill lies right behind the decoding rows"
+            self._write(cache, chunk.row, chunk.sequence, chunk.start, chunk.token_ids)
+            if chunk.is_last:
+                contents.append(cache.rows[chunk.row])
+        logits = np.zeros((len(contents), STUB_VOCAB), np.float32)
+        for row, ids in enumerate(contents):
+            logits[row, stub_next(ids)] = 1.0
+        self.change(plan, logits)
+        return logits
+
+    @staticmethod
+    def _write(cache: TokenCache, row: int, owner: Sequence, start: int, ids: list[int]) -> None:
+        cache.rows[row] = [*cache.rows[row][:start], *ids]
+        expected = [*owner.prompt_ids, *owner.output_ids][: start + len(ids)]
+        assert cache.rows[row] == expected, f"row {row} does not hold {owner.request_id}"
+
+
+def stub_next(ids: list[int]) -> int:
+    return zlib.crc32(bytes(str(ids), "ascii")) % STUB_VOCAB
+
+
+def stub_answer(prompt: list[int], num_tokens: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(stub_next(ids))
+    return ids[len(prompt) :]
+
+
+def stub_engine(
+    max_batch_size: int = 4,
+    max_model_len: int = 64,
+    prefill_chunk: int = 8,
+    eos_ids: Iterable[int] = (),
+) -> tuple[Engine, StubModel]:
+    model = StubModel()
+    scheduler = Scheduler(max_batch_size, max_model_len, prefill_chunk, frozenset(eos_ids))
+    cache = TokenCache(max_batch_size)
+    return Engine(model, cache, scheduler, Unobserved()), model  # type: ignore[arg-type]
+
+
+def real_engine(
+    folder: Path, max_batch_size: int = 8, prefill_chunk: int = 16, max_model_len: int = 256
+) -> Engine:
+    from app.model import OnnxModel
+
+    model = OnnxModel.load(folder, "cpu", num_threads=2)
+    cache = KVCache(model.spec.kv, max_batch_size, max_model_len, model.device)
+    scheduler = Scheduler(max_batch_size, max_model_len, prefill_chunk, frozenset())
+    return Engine(model, cache, scheduler, Unobserved())
+
+
+def greedy(name: str, prompt: list[int], num_tokens: int = 8) -> Sequence:
+    return Sequence(name, list(prompt), SamplingParams(max_tokens=num_tokens))
+
+
+def run(engine: Engine, max_steps: int = 5000) -> list[Delta]:
+    """Steps until the engine is idle; everything that came out."""
+    deltas: list[Delta] = []
+    for _ in range(max_steps):
+        if engine.is_idle:
+            return deltas
+        deltas += engine.step()
+    raise AssertionError(f"the engine is not idle after {max_steps} steps")

@@ -1,0 +1,178 @@
+"""The seam between hub and engine thread, with a real hub and a stub model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import gevent
+import pytest
+
+from app.bridge import Bridge, State, TokenStream
+from app.engine import Engine
+from app.errors import NotReady
+from app.sequence import FinishReason
+
+from .engines import StubModel, greedy, stub_answer, stub_engine
+
+Started = Callable[..., tuple[Bridge, StubModel]]
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    """Bridges on a stub engine, started and ready; ended after the test."""
+    bridges: list[Bridge] = []
+
+    def start(**shape: int) -> tuple[Bridge, StubModel]:
+        engine, model = stub_engine(**shape)
+        bridge = Bridge(lambda: engine)
+        bridges.append(bridge)
+        bridge.start()
+        wait_until(lambda: bridge.is_ready)
+        model.plans.clear()  # those of the self-test
+        return bridge, model
+
+    yield start
+    for bridge in bridges:
+        bridge.request_stop()
+        assert bridge.ended.wait(20)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    with gevent.Timeout(20):
+        while not condition():
+            gevent.sleep(0.001)
+
+
+def read(stream: TokenStream) -> list[int]:
+    with gevent.Timeout(20):
+        deltas = [delta for batch in stream for delta in batch]
+    assert [d.finish_reason is not None for d in deltas] == [False] * (len(deltas) - 1) + [True]
+    return [delta.token_id for delta in deltas if delta.token_id is not None]
+
+
+def test_every_stream_gets_all_its_tokens_in_order(started: Started) -> None:
+    bridge, _ = started(max_batch_size=8, max_model_len=300)
+    prompts = [[i, i + 1] for i in range(60)]
+    streams = [bridge.submit(greedy(str(p), p, 200)) for p in prompts]
+    jobs = [gevent.spawn(read, stream) for stream in streams]
+    assert [job.get() for job in jobs] == [stub_answer(p, 200) for p in prompts]
+
+
+def test_model_runs_on_a_native_thread_of_its_own(started: Started) -> None:
+    bridge, model = started()
+    idents: set[int] = set()
+    model.change = lambda plan, logits: idents.add(threading.get_ident())
+    read(bridge.submit(greedy("a", [1], 3)))
+    assert len(idents) == 1
+    assert threading.get_ident() not in idents
+
+
+def test_hub_turns_while_the_model_runs(started: Started) -> None:
+    """The step ends only after the hub has turned: a blocked hub would time the test out."""
+    bridge, model = started()
+    entered, hub_has_turned = threading.Event(), threading.Event()
+
+    def block(plan: object, logits: object) -> None:
+        entered.set()
+        assert hub_has_turned.wait(20)
+
+    model.change = block
+    stream = bridge.submit(greedy("a", [1], 2))
+    wait_until(entered.is_set)
+    hub_has_turned.set()
+    assert read(stream) == stub_answer([1], 2)
+
+
+def test_abort_frees_the_row_of_a_running_sequence(started: Started) -> None:
+    bridge, _ = started(max_batch_size=1, max_model_len=100_000)
+    endless = bridge.submit(greedy("endless", [1], 90_000))
+    next(iter(endless))
+    endless.abort()
+    assert read(bridge.submit(greedy("next", [2], 3))) == stub_answer([2], 3)
+
+
+def test_load_that_fails_is_told_and_refuses_requests() -> None:
+    def load() -> Engine:
+        raise ValueError("no such model")
+
+    bridge = Bridge(load)
+    bridge.start()
+    assert bridge.ended.wait(20)
+    assert (bridge.state, str(bridge.failure)) == (State.FAILED, "no such model")
+    with pytest.raises(NotReady, match="failed"):
+        bridge.submit(greedy("a", [1]))
+
+
+def test_requests_are_refused_while_loading() -> None:
+    go_on = threading.Event()
+    engine, _ = stub_engine()
+
+    def load() -> Engine:
+        assert go_on.wait(20)
+        return engine
+
+    bridge = Bridge(load)
+    bridge.start()
+    with pytest.raises(NotReady, match="loading"):
+        bridge.submit(greedy("a", [1]))
+    go_on.set()
+    wait_until(lambda: bridge.is_ready)
+    bridge.request_stop()
+    assert bridge.ended.wait(20)
+
+
+def test_stop_while_loading_does_not_wait_for_the_load() -> None:
+    go_on = threading.Event()
+    engine, _ = stub_engine()
+
+    def load() -> Engine:
+        go_on.wait(20)
+        return engine
+
+    bridge = Bridge(load)
+    bridge.start()
+    bridge.request_stop()
+    assert bridge.ended.is_set()
+    go_on.set()
+    wait_until(lambda: not bridge._thread.is_alive())
+
+
+def test_death_of_the_engine_thread_ends_every_stream(started: Started) -> None:
+    """A fault outside the model's own run, which the engine would survive."""
+    bridge, model = started(max_batch_size=1, max_model_len=100_000)
+    streams = [bridge.submit(greedy(str(i), [1], 90_000)) for i in range(3)]
+    next(iter(streams[0]))
+
+    def die(plan: object, logits: object) -> None:
+        raise SystemExit("killed")
+
+    model.change = die
+    for stream in streams:
+        last = list(stream)[-1][-1]
+        assert (last.finish_reason, last.error) == (FinishReason.ERROR, "the server has stopped")
+    assert bridge.state is State.FAILED
+    assert not bridge.is_ready
+
+
+def test_two_failed_steps_in_a_row_end_readiness_until_one_succeeds(started: Started) -> None:
+    bridge, model = started()
+
+    def fail(plan: object, logits: object) -> None:
+        raise RuntimeError
+
+    model.change = fail
+    for _ in range(2):
+        list(bridge.submit(greedy("a", [1], 1)))
+    assert not bridge.is_ready
+    model.change = lambda plan, logits: None
+    list(bridge.submit(greedy("a", [1], 1)))
+    assert bridge.is_ready
+
+
+def test_stop_ends_open_streams_with_an_error(started: Started) -> None:
+    bridge, _ = started(max_batch_size=1, max_model_len=100_000)
+    stream = bridge.submit(greedy("endless", [1], 90_000))
+    next(iter(stream))
+    bridge.request_stop()
+    assert list(stream)[-1][-1].finish_reason is FinishReason.ERROR

@@ -1,0 +1,185 @@
+"""Settings: precedence, and a wrong value told by the name of its variable, before slow imports."""
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from app.config import OPTIONS, Settings, available_cpus, read_settings
+
+ROOT = Path(__file__).parents[1]
+# What takes seconds to import, and what only a server that starts needs.
+SLOW = {"torch", "transformers", "tokenizers", "onnxruntime", "optimum", "gevent", "flask"}
+
+DEFAULTS: dict[str, Any] = {
+    "model_path": Path("models/default"),
+    "host": "0.0.0.0",
+    "port": 8080,
+    "device": "auto",
+    "threads": 0,
+    "max_batch_size": 32,
+    "max_model_len": 0,
+    "prefill_chunk": 128,
+    "max_body_bytes": 1 << 20,
+    "log_level": "info",
+}
+# variable -> two right values, as written and as read; neither is the default
+RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
+    "MODEL_PATH": (("one", Path("one")), ("two", Path("two"))),
+    "HOST": (("127.0.0.1", "127.0.0.1"), ("::", "::")),
+    "PORT": (("1", 1), ("65535", 65535)),
+    "DEVICE": (("cpu", "cpu"), ("cuda", "cuda")),
+    "THREADS": (("1", 1), ("1024", 1024)),
+    "MAX_BATCH_SIZE": (("1", 1), ("1024", 1024)),
+    "MAX_MODEL_LEN": (("1", 1), ("131072", 131072)),
+    "PREFILL_CHUNK": (("1", 1), ("65536", 65536)),
+    "MAX_BODY_BYTES": (("1", 1), ("2000000", 2000000)),
+    "LOG_LEVEL": (("debug", "debug"), ("error", "error")),
+}
+# HOST is any text: only binding to it can tell.
+WRONG: dict[str, list[str]] = {
+    "MODEL_PATH": ["nowhere", "no-graph", "one/model.onnx"],
+    "PORT": ["nope", "-1", "65536", "80.5"],
+    "DEVICE": ["gpu", "cuda:0"],
+    "THREADS": ["many", "-1", "1025"],
+    "MAX_BATCH_SIZE": ["many", "0", "-1", "1025"],
+    "MAX_MODEL_LEN": ["long", "-1", "1e3"],
+    "PREFILL_CHUNK": ["big", "0", "65537"],
+    "MAX_BODY_BYTES": ["1MB", "0", "-1"],
+    "LOG_LEVEL": ["loud", "10"],
+}
+WRONG_VALUES = [(variable, value) for variable, values in WRONG.items() for value in values]
+
+
+def variable_of(option: click.Parameter) -> str:
+    assert isinstance(option.envvar, str)
+    return option.envvar
+
+
+FLAGS = {variable_of(option): option.opts[0] for option in OPTIONS}
+NAMES = {variable_of(option): str(option.name) for option in OPTIONS}
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with model folders, as the working folder, and none of the variables set."""
+    for folder in ("models/default", "one", "two"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "model.onnx").touch()
+    (tmp_path / "no-graph").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for variable in FLAGS:
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_tables_here_cover_every_option() -> None:
+    assert RIGHT.keys() == WRONG.keys() | {"HOST"} == FLAGS.keys()
+
+
+def test_every_setting_has_an_option_of_its_name() -> None:
+    assert {field.name for field in fields(Settings)} == set(NAMES.values())
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    assert read_settings([]) == Settings(**DEFAULTS)
+
+
+@pytest.mark.parametrize("variable", RIGHT)
+def test_environment_beats_the_default(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, read = RIGHT[variable][0]
+    monkeypatch.setenv(variable, written)
+    assert read_settings([]) == Settings(**DEFAULTS | {NAMES[variable]: read})
+
+
+@pytest.mark.parametrize("variable", RIGHT)
+def test_flag_beats_the_environment(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (in_environment, _), (on_command_line, read) = RIGHT[variable]
+    monkeypatch.setenv(variable, in_environment)
+    settings = read_settings([FLAGS[variable], on_command_line])
+    assert settings == Settings(**DEFAULTS | {NAMES[variable]: read})
+
+
+@pytest.mark.parametrize("variable", RIGHT)
+def test_empty_variable_means_the_default(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "")
+    assert read_settings([]) == Settings(**DEFAULTS)
+
+
+@pytest.mark.parametrize(("variable", "value"), WRONG_VALUES)
+def test_wrong_value_in_the_environment_exits_2_and_names_the_variable(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit) as exit_:
+        read_settings([])
+    assert exit_.value.code == 2
+    assert f"'{variable}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("variable", "value"), WRONG_VALUES)
+def test_wrong_value_of_a_flag_exits_2_and_names_the_variable(
+    variable: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        read_settings([FLAGS[variable], value])
+    assert exit_.value.code == 2
+    assert f"'{variable}'" in capsys.readouterr().err
+
+
+def test_model_folder_without_a_graph_is_told_with_its_path_and_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MODEL_PATH", "no-graph")
+    with pytest.raises(SystemExit):
+        read_settings([])
+    message = " ".join(capsys.readouterr().err.split())
+    assert "'no-graph' is not a model folder: it has no model.onnx" in message
+    assert "python -m quantize" in message
+
+
+def test_unknown_flag_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        read_settings(["--prot", "1"])
+    assert exit_.value.code == 2
+    assert "--prot" in capsys.readouterr().err
+
+
+def test_help_exits_0_and_lists_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        read_settings(["--help"])
+    assert exit_.value.code == 0
+    shown = capsys.readouterr().out
+    assert [variable for variable in FLAGS if variable not in shown] == []
+
+
+def test_available_cpus_are_those_of_the_process_not_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
+    assert available_cpus() == 2
+
+
+def test_command_with_a_wrong_port_exits_2_before_any_slow_import() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "app", "--port", "nope"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    timed = [line for line in run.stderr.splitlines() if line.startswith("import time:")]
+    message = [line for line in run.stderr.splitlines() if not line.startswith("import time:")]
+    imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in timed}
+    assert run.returncode == 2
+    assert "'PORT'" in message[-1]
+    assert "click" in imported  # the list of imports was read rightly
+    assert not imported & SLOW
+
+
+def test_reading_right_settings_imports_nothing_slow(tmp_path: Path) -> None:
+    code = "import sys; from app.config import read_settings; read_settings(); print(*sys.modules)"
+    command = [sys.executable, "-c", code, "--model", str(tmp_path / "one")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {name.split(".")[0] for name in run.stdout.split()}
+    assert "click" in imported
+    assert not imported & SLOW

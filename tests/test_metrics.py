@@ -1,0 +1,206 @@
+"""What the observer counts, fed with sequences whose stamps are set by hand."""
+
+from collections import Counter
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from app.errors import InvalidRequest, ModelFailure, NotReady, PromptTooLong, ServeError
+from app.metrics import Metrics
+from app.sequence import FinishReason, PrefillChunk, SamplingParams, Sequence, StepPlan
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> Metrics:
+    return Metrics(registry)
+
+
+def sequence(
+    arrived_at: float = 100.0,
+    admitted_at: float | None = None,
+    last_token_at: float | None = None,
+    finish_reason: FinishReason | None = None,
+) -> Sequence:
+    made = Sequence("id", [1, 2, 3], SamplingParams(max_tokens=9), arrived_at)
+    made.admitted_at = admitted_at
+    made.last_token_at = last_token_at
+    made.finish_reason = finish_reason
+    return made
+
+
+def prefill(num_tokens: int) -> PrefillChunk:
+    return PrefillChunk(sequence(), row=0, start=0, token_ids=[7] * num_tokens)
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(f"phi_serve_{name}", labels)
+
+
+def count_and_sum(registry: CollectorRegistry, name: str) -> tuple[float | None, float | None]:
+    return value(registry, f"{name}_count"), value(registry, f"{name}_sum")
+
+
+def test_first_token_counts_from_arrival(registry: CollectorRegistry, metrics: Metrics) -> None:
+    metrics.advanced(sequence(arrived_at=100.0, admitted_at=100.25), now=101.5)
+    metrics.advanced(sequence(arrived_at=100.0, admitted_at=100.25), now=100.75)
+    assert count_and_sum(registry, "time_to_first_token_seconds") == (2, 2.25)
+
+
+def test_first_token_counts_the_time_in_the_queue(
+    registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    metrics.advanced(sequence(arrived_at=100.0, admitted_at=100.25), now=101.5)
+    assert count_and_sum(registry, "request_queue_time_seconds") == (1, 0.25)
+
+
+def test_first_token_is_no_gap_between_tokens(
+    registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    metrics.advanced(sequence(admitted_at=100.25), now=101.5)
+    assert count_and_sum(registry, "inter_token_latency_seconds") == (0, 0)
+
+
+def test_later_token_counts_the_gap_to_the_one_before(
+    registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    metrics.advanced(sequence(admitted_at=100.25, last_token_at=101.5), now=101.625)
+    metrics.advanced(sequence(admitted_at=100.25, last_token_at=101.625), now=102.125)
+    assert count_and_sum(registry, "inter_token_latency_seconds") == (2, 0.625)
+
+
+@pytest.mark.parametrize("name", ["time_to_first_token_seconds", "request_queue_time_seconds"])
+def test_later_token_counts_no_second_beginning(
+    name: str, registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    metrics.advanced(sequence(admitted_at=100.25, last_token_at=101.5), now=101.625)
+    assert count_and_sum(registry, name) == (0, 0)
+
+
+def test_every_token_is_counted(registry: CollectorRegistry, metrics: Metrics) -> None:
+    metrics.advanced(sequence(admitted_at=100.25), now=101.5)
+    metrics.advanced(sequence(admitted_at=100.25, last_token_at=101.5), now=101.625)
+    metrics.advanced(sequence(admitted_at=100.25, last_token_at=101.625), now=102.125)
+    assert value(registry, "generation_tokens_total") == 3
+
+
+def test_end_counts_from_arrival_to_the_last_token(
+    registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    metrics.finished(sequence(last_token_at=103.5, finish_reason=FinishReason.STOP))
+    metrics.finished(sequence(last_token_at=101.0, finish_reason=FinishReason.LENGTH))
+    assert count_and_sum(registry, "e2e_request_latency_seconds") == (2, 4.5)
+
+
+def test_end_without_a_token_has_no_latency(registry: CollectorRegistry, metrics: Metrics) -> None:
+    metrics.finished(sequence(finish_reason=FinishReason.ABORT))
+    assert count_and_sum(registry, "e2e_request_latency_seconds") == (0, 0)
+
+
+@pytest.mark.parametrize("reason", list(FinishReason))
+def test_end_is_counted_under_its_reason_only(
+    reason: FinishReason, registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    metrics.finished(sequence(finish_reason=reason))
+    counts = {
+        other: value(registry, "request_success_total", finish_reason=str(other))
+        for other in FinishReason
+    }
+    assert {other for other, count in counts.items() if count} == {reason}
+    assert counts[reason] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (InvalidRequest("wrong"), "invalid_value"),
+        (PromptTooLong(10, 5), "context_length_exceeded"),
+        (NotReady("loading"), "not_ready"),
+        (ModelFailure("failed"), "model_failure"),
+    ],
+)
+def test_rejection_is_counted_under_the_errors_code(
+    error: ServeError, reason: str, registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    metrics.rejected(error)
+    metrics.rejected(error)
+    assert value(registry, "requests_rejected_total", reason=reason) == 2
+
+
+@pytest.mark.parametrize(
+    ("num_decode", "num_prefill", "size"), [(3, None, 3), (3, 5, 4), (0, 5, 1)]
+)
+def test_batch_size_counts_decoding_rows_and_the_prefill(
+    num_decode: int,
+    num_prefill: int | None,
+    size: int,
+    registry: CollectorRegistry,
+    metrics: Metrics,
+) -> None:
+    chunk = None if num_prefill is None else prefill(num_prefill)
+    metrics.stepped(StepPlan([], chunk, [sequence()] * num_decode), seconds=0.1)
+    assert count_and_sum(registry, "batch_size") == (1, size)
+
+
+def test_prompt_tokens_are_those_of_the_chunks_read(
+    registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    for chunk in (prefill(5), None, prefill(3)):
+        metrics.stepped(StepPlan([], chunk, [sequence()]), seconds=0.1)
+    assert value(registry, "prompt_tokens_total") == 8
+
+
+def test_gauges_show_the_last_count(registry: CollectorRegistry, metrics: Metrics) -> None:
+    metrics.counted(num_waiting=7, num_running=2)
+    metrics.counted(num_waiting=0, num_running=3)
+    shown = value(registry, "num_requests_waiting"), value(registry, "num_requests_running")
+    assert shown == (0, 3)
+
+
+@pytest.mark.parametrize("seconds", [0.001, 0.05, 1.0, 60.0])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_queue_time_seconds",
+        "e2e_request_latency_seconds",
+    ],
+)
+def test_buckets_reach_beyond_a_minute(
+    name: str, seconds: float, registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    (family,) = [f for f in registry.collect() if f.name == f"phi_serve_{name}"]
+    edges = {float(s.labels["le"]) for s in family.samples if s.name.endswith("_bucket")}
+    assert any(seconds <= edge < float("inf") for edge in edges)
+
+
+def test_every_metric_has_a_help_text(registry: CollectorRegistry, metrics: Metrics) -> None:
+    assert [family.name for family in registry.collect() if not family.documentation.strip()] == []
+
+
+def test_every_name_begins_with_the_services(registry: CollectorRegistry, metrics: Metrics) -> None:
+    names = [family.name for family in registry.collect()]
+    assert names
+    assert [name for name in names if not name.startswith("phi_serve_")] == []
+
+
+def test_no_metric_is_created_twice(registry: CollectorRegistry, metrics: Metrics) -> None:
+    counts = Counter(family.name for family in registry.collect())
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
+def test_second_server_in_the_process_counts_apart(
+    registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    Metrics(CollectorRegistry()).counted(num_waiting=4, num_running=4)
+    assert value(registry, "num_requests_waiting") == 0
+
+
+def test_exposition_has_no_created_series(registry: CollectorRegistry, metrics: Metrics) -> None:
+    metrics.finished(sequence(last_token_at=101.0, finish_reason=FinishReason.STOP))
+    assert b"_created" not in generate_latest(registry)

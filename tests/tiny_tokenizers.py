@@ -1,0 +1,76 @@
+"""Tokenizers of the two families that small decoder models use, with vocabularies of a few hundred
+tokens, made here: nothing is downloaded."""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+PHI3_SPECIALS = ["<|endoftext|>", "<|assistant|>", "<|system|>", "<|user|>", "<|end|>"]
+# Phi-3's template, shortened: a turn ends with <|end|>, the generation prompt with <|assistant|>.
+PHI3_TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+CHATML_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Llama and Phi-3 style: U+2581 for a space, byte fallback, `<s>` in front."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    letters = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "th", "he", "\u2581the", "\u2581a"]
+    merges = [("t", "h"), ("h", "e"), ("\u2581", "the"), ("th", "e"), ("\u2581", "a")]
+    letters.append("the")
+    vocabulary = {piece: id_ for id_, piece in enumerate([*pieces, *letters])}
+    backend = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens([AddedToken(t, special=True) for t in ["<unk>", "<s>", "</s>"]])
+    backend.add_special_tokens([AddedToken(token, special=True) for token in PHI3_SPECIALS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        unk_token="<unk>",
+        additional_special_tokens=PHI3_SPECIALS[1:],
+        chat_template=PHI3_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def byte_level_tokenizer() -> PreTrainedTokenizerFast:
+    """GPT-2, SmolLM and Qwen style: a printable character for every byte, nothing in front."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ġ", "a")]
+    pieces = [*alphabet, *(left + right for left, right in merges)]
+    vocabulary = {piece: id_ for id_, piece in enumerate(pieces)}
+    backend = Tokenizer(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    backend.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+        unk_token="<|endoftext|>",
+        additional_special_tokens=specials,
+        chat_template=CHATML_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
