@@ -14,13 +14,16 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import gevent
 import gevent.event
 
-from .engine import Engine
 from .errors import NotReady
 from .sequence import Delta, FinishReason, Sequence
+
+if TYPE_CHECKING:
+    from .engine import Engine  # brings torch, which the hub does not wait for
 
 # The engine's Python and the hub share the GIL. The default of 5 ms lets every hub turn wait that
 # long; measured (DESIGN 6): health p99 falls with it.

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .bridge import TokenStream
 from .errors import ModelFailure
 from .sequence import FinishReason, Sequence
-from .text import Detokenizer
+
+if TYPE_CHECKING:
+    from .bridge import TokenStream
+    from .text import Detokenizer  # brings transformers, which the hub does not wait for
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ scheduler's business.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from .sequence import Move
@@ -67,6 +68,10 @@ class KVCache:
 def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(dims, dtype=dtype, device=device)
-    # numpy's zeros come from calloc: a page costs memory only once a token is written to it.
-    itemsize = dtype.itemsize
-    return torch.from_numpy(np.zeros((*dims, itemsize), np.uint8)).view(dtype).squeeze(-1)
+    # Anonymous memory costs nothing until a token is written to it, by pages of 4 KiB. Huge pages
+    # would undo that: the first token of a row touches each head's part, and with a context of 8k
+    # that part is just one huge page, so a batch of short answers would fill the whole cache.
+    memory = mmap.mmap(-1, math.prod(dims) * dtype.itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(dims)

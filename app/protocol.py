@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .completion import Completion, Piece
 from .errors import InvalidRequest, PromptTooLong, ServeError
 from .sequence import SamplingParams, Sequence
+
+if TYPE_CHECKING:
+    from .completion import Completion, Piece
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -55,7 +57,8 @@ class GenerateRequest(BaseModel):
     def sampling_params(self, max_tokens: int) -> SamplingParams:
         temperature = self.temperature
         if temperature is None:
-            temperature = float(bool(self.model_fields_set & {"top_p", "top_k", "seed"}))
+            is_sampled = self.seed is not None or self.model_fields_set & {"top_p", "top_k"}
+            temperature = 1.0 if is_sampled else 0.0
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,

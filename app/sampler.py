@@ -53,7 +53,8 @@ def _draw(logits: NDArray[np.float32], params: SamplingParams, draw: float) -> i
     """Inverse-CDF choice among the candidates that top-k, then top-p leave."""
     candidates = _largest(logits, params.top_k) if params.top_k > 0 else np.arange(len(logits))
     scaled = logits[candidates].astype(np.float64)
-    weights = np.exp((scaled - scaled.max()) / params.temperature)
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the largest to -inf
+        weights = np.exp((scaled - scaled.max()) / params.temperature)
     if params.top_p < 1.0:
         nucleus = _nucleus(weights, params.top_p)
         candidates, weights = candidates[nucleus], weights[nucleus]

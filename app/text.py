@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -97,7 +96,8 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
     else:
         raise UnservableModel(f"the tokenizer's decoder {sorted(kinds)} is not known")
     table: list[bytes] = []
-    for id_ in range(tokenizer.get_vocab_size(with_added_tokens=True)):
+    # Up to the largest id: a vocabulary may have holes.
+    for id_ in range(max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1):
         token = tokenizer.id_to_token(id_)
         if id_ in added:
             table.append(b"" if added[id_].special else added[id_].content.encode())
@@ -142,7 +142,10 @@ def find_eos_ids(folder: Path, tokenizer: PreTrainedTokenizerFast) -> frozenset[
     found = {tokenizer.eos_token_id, _turn_end(tokenizer)}
     for name in ("config.json", "generation_config.json"):
         path = folder / name
-        eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        try:
+            eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        except json.JSONDecodeError as error:
+            raise UnservableModel(f"{path} is not valid JSON: {error}") from error
         found.update(eos if isinstance(eos, list) else [eos])
     return frozenset(id_ for id_ in found if id_ is not None)
 
@@ -154,9 +157,11 @@ def _turn_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except jinja2.TemplateError:  # a template with rules of its own about turns
+    except Exception:  # a template is a program with rules of its own about turns
         return None
-    _, _, behind = str(text).rpartition(_SENTINEL)
+    _, found, behind = str(text).rpartition(_SENTINEL)
+    if not found:  # one that leaves answers out
+        return None
     special = set(tokenizer.all_special_ids)
     ids = tokenizer.backend_tokenizer.encode(behind, add_special_tokens=False).ids
     return next((id_ for id_ in ids if id_ in special), None)

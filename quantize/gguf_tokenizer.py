@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gguf import GGUFReader, TokenType
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from .errors import QuantizeError
@@ -26,7 +26,10 @@ _PRE_TOKENIZERS = {
 
 def tokenizer_from_gguf(path: Path) -> PreTrainedTokenizerFast:
     """Raises QuantizeError for a tokenizer whose pre-tokenization is not known here."""
-    meta = {name: field.contents() for name, field in GGUFReader(path).fields.items()}
+    try:
+        meta = {name: field.contents() for name, field in GGUFReader(path).fields.items()}
+    except ValueError as error:
+        raise QuantizeError(f"{path} is not a whole GGUF file: {error}") from error
     kind, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise QuantizeError(
@@ -39,12 +42,18 @@ def tokenizer_from_gguf(path: Path) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = _PRE_TOKENIZERS[pre]
     backend.decoder = decoders.ByteLevel()
-    types = meta["tokenizer.ggml.token_type"]
-    control = [tokens[id_] for id_, type_ in enumerate(types) if type_ == TokenType.CONTROL]
+    control = _of_type(meta, tokens, TokenType.CONTROL)
     backend.add_special_tokens([AddedToken(token, special=True) for token in control])
+    user_defined = _of_type(meta, tokens, TokenType.USER_DEFINED)
+    backend.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
+    bos = _named(meta, tokens, "bos")
+    if bos is not None and meta.get("tokenizer.ggml.add_bos_token"):
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, vocabulary[bos])]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token=_named(meta, tokens, "bos"),
+        bos_token=bos,
         eos_token=_named(meta, tokens, "eos"),
         unk_token=_named(meta, tokens, "unknown"),
         pad_token=_named(meta, tokens, "padding"),
@@ -53,6 +62,11 @@ def tokenizer_from_gguf(path: Path) -> PreTrainedTokenizerFast:
         model_max_length=meta[f"{meta['general.architecture']}.context_length"],
         clean_up_tokenization_spaces=False,
     )
+
+
+def _of_type(meta: dict[str, Any], tokens: list[str], wanted: TokenType) -> list[str]:
+    types = meta["tokenizer.ggml.token_type"]
+    return [tokens[id_] for id_, type_ in enumerate(types) if type_ == wanted]
 
 
 def _named(meta: dict[str, Any], tokens: list[str], role: str) -> str | None:

@@ -44,8 +44,11 @@ class Workplace:
         return self
 
     def publish(self) -> None:
-        for file in self.folder.iterdir():
-            file.chmod(0o644)  # ONNX writes data files for their owner only; servers are others
+        # ONNX writes data files for their owner only, and a umask may ask for that; but the server
+        # is often another user.
+        self.folder.chmod(0o755)
+        for path in self.folder.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         if self._output.exists():
             os.replace(self._output, self._scratch / "replaced")
         os.replace(self.folder, self._output)

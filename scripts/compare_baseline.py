@@ -78,7 +78,8 @@ def main(
     """Compare this server with the plain design, on this machine, in one run."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that both servers are stopped
     ours = serving("-m", "app", "--model", model, "--host", "127.0.0.1")
-    plain = serving("scripts/baseline_server.py", "--model", plain_model)
+    cache = str(ROOT / "models" / ".cache")  # where `make model` keeps the download
+    plain = serving("scripts/baseline_server.py", "--model", plain_model, "--cache", cache)
     requests = max(8, 3 * concurrency)
     runs: dict[str, list[list[bench.Answer]]] = {"ours": [], "plain": []}
     with ours as our_url, plain as plain_url:

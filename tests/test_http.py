@@ -191,7 +191,9 @@ def test_prompt_and_answer_that_do_not_fit_get_400_with_what_is_left(server: Liv
     response = server.post(prompt="!" * 200, max_tokens=57)
     assert response.status_code == 400
     assert "leaves 56" in response.json()["error"]["message"]
-    assert server.generate("!" * 200, max_tokens=56, ignore_eos=True)["usage"]["total_tokens"] == 256
+    assert (
+        server.generate("!" * 200, max_tokens=56, ignore_eos=True)["usage"]["total_tokens"] == 256
+    )
 
 
 @pytest.mark.parametrize(
@@ -289,10 +291,11 @@ def test_sigterm_ends_the_process_with_0_and_open_streams_with_an_error(
             first = threading.Event()
 
             def read(_: int) -> dict[str, Any]:
-                last: dict[str, Any] = {}
-                for last in server.stream("a", max_tokens=250, ignore_eos=True):
+                events = []
+                for event in server.stream("a", max_tokens=250, ignore_eos=True):
                     first.set()
-                return last
+                    events.append(event)
+                return events[-1]
 
             futures = [pool.submit(read, i) for i in range(30)]
             first.wait(60)

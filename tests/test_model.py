@@ -38,7 +38,9 @@ def cache_for(model: OnnxModel, num_rows: int = 8) -> KVCache:
     return KVCache(model.spec.kv, num_rows, 256, model.device)
 
 
-def prefill(model: OnnxModel, cache: KVCache, row: int, ids: list[int], chunk: int = 256) -> Sequence:
+def prefill(
+    model: OnnxModel, cache: KVCache, row: int, ids: list[int], chunk: int = 256
+) -> Sequence:
     """Reads a prompt into `row`, in chunks; the sequence then holds its greedy first token."""
     sequence = greedy(f"row-{row}", ids)
     # A plan with `row` sequences in front only fixes where the logits go.
@@ -56,9 +58,7 @@ def test_graph_says_what_it_stores(loaded: OnnxModel) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_prefill_gives_the_logits_of_torch(
-    tiny: TinyModel, loaded: OnnxModel, length: int
-) -> None:
+def test_prefill_gives_the_logits_of_torch(tiny: TinyModel, loaded: OnnxModel, length: int) -> None:
     ids = ids_of_length(length)
     chunk = PrefillChunk(greedy("one", ids), 0, 0, ids)
     logits = loaded.forward(StepPlan([], chunk, []), cache_for(loaded))
@@ -89,9 +89,7 @@ def test_decode_of_ragged_rows_gives_each_the_logits_of_torch(
         np.testing.assert_allclose(logits[row], expected, atol=TOLERANCE)
 
 
-def test_rows_do_not_see_what_others_left_in_the_cache(
-    tiny: TinyModel, loaded: OnnxModel
-) -> None:
+def test_rows_do_not_see_what_others_left_in_the_cache(tiny: TinyModel, loaded: OnnxModel) -> None:
     cache = cache_for(loaded)
     for layer in cache.layers:
         layer.fill_(float("nan"))  # what lies behind a row's filled part is never read

@@ -1,4 +1,4 @@
-"""JSON in: what is refused and how it is told. JSON and SSE out: plain and streamed say the same."""
+"""JSON in: what is refused, and how it is told. JSON and SSE out: plain and streamed agree."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -124,7 +124,8 @@ def test_wrong_values_are_tried_for_every_field() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["max_new_tokens", "stop", "Prompt", "n", "__class__", "model_config", "sampling_params"]
+    "field",
+    ["max_new_tokens", "stop", "Prompt", "n", "__class__", "model_config", "sampling_params"],
 )
 def test_unknown_field_is_refused_naming_it_and_the_known_ones(field: str) -> None:
     error = refused(body_with(field, "1"))

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -15,6 +15,8 @@ from app.sequence import SamplingParams, Sequence
 
 Row = list[float]
 HEAD = sampler._NUCLEUS_HEAD
+ROUNDING = 1e-12
+untimed = settings(deadline=None)
 BROKEN = [
     [0.0, math.nan, 1.0],
     [math.nan, math.nan, math.nan],
@@ -63,23 +65,28 @@ def choose_one(values: Row, num_output: int = 0, **fields: Any) -> int | None:
     return choose([values], [sequence(SamplingParams(9, **fields), num_output)])[0]
 
 
-def reference(values: Row, temperature: float, top_k: int, top_p: float) -> dict[int, float]:
+def reference(
+    values: Row, temperature: float, top_k: int, top_p: float, slack: float = 0.0
+) -> dict[int, float]:
     """The tokens that may be chosen, with their probabilities, likeliest first.
 
     Top-k keeps the k largest logits; top-p the smallest set of the likeliest among those whose
-    share reaches p. Equal tokens rank by their id.
+    share reaches p, or p by `slack` more. Equal tokens rank by their id.
     """
     ranked = sorted(range(len(values)), key=lambda id_: (-values[id_], id_))
     if top_k > 0:
         ranked = ranked[:top_k]
-    weights = {id_: math.exp((values[id_] - max(values)) / temperature) for id_ in ranked}
-    total = math.fsum(weights.values())
+    top = values[ranked[0]]
+    weights = {id_: math.exp((values[id_] - top) / temperature) for id_ in ranked}
+    target = math.fsum(weights.values()) * (top_p + slack)
     kept: dict[int, float] = {}
+    mass = 0.0
     for id_ in ranked:
-        if top_p < 1 and math.fsum(kept.values()) >= top_p * total * (1 + 1e-12):
+        if top_p < 1 and mass >= target:
             break
         kept[id_] = weights[id_]
-    return {id_: weight / math.fsum(kept.values()) for id_, weight in kept.items()}
+        mass += weights[id_]
+    return {id_: weight / mass for id_, weight in kept.items()}
 
 
 def fix_draw(monkeypatch: pytest.MonkeyPatch, draw: float) -> None:
@@ -89,17 +96,20 @@ def fix_draw(monkeypatch: pytest.MonkeyPatch, draw: float) -> None:
 # --- greedy ---------------------------------------------------------------------------------------
 
 
+@untimed
 @given(row)
 def test_temperature_0_takes_the_largest_logit_and_of_ties_the_lowest_id(values: Row) -> None:
     assert choose_one(values) == values.index(max(values))
 
 
+@untimed
 @given(row, temperature, seed)
 def test_top_k_of_1_is_greedy(values: Row, temperature: float, seed: int) -> None:
     chosen = choose_one(values, temperature=temperature, top_k=1, seed=seed)
     assert chosen == values.index(max(values))
 
 
+@untimed
 @given(row, temperature, seed)
 def test_tiny_top_p_is_greedy(values: Row, temperature: float, seed: int) -> None:
     chosen = choose_one(values, temperature=temperature, top_p=1e-9, seed=seed)
@@ -111,9 +121,6 @@ def test_tiny_temperature_is_greedy(temperature: float) -> None:
     assert choose_one([1.0, 3.0, 2.0, -math.inf], temperature=temperature, seed=5) == 1
 
 
-# BUG (small): temperatures under about 1e-307, which the protocol lets pass, overflow in the
-# division: the token is right, but numpy warns.
-@pytest.mark.xfail(raises=RuntimeWarning, strict=True)
 @pytest.mark.filterwarnings("error")
 def test_smallest_temperature_is_greedy_without_a_warning() -> None:
     assert choose_one([1.0, 3.0, 2.0], temperature=5e-324, seed=5) == 1
@@ -142,6 +149,7 @@ def test_minus_infinity_beside_numbers_is_not_broken() -> None:
     assert choose_one([-math.inf, 0.0, -math.inf]) == 1
 
 
+@untimed
 @given(row, temperature, seed)
 def test_minus_infinity_is_never_chosen(values: Row, temperature: float, seed: int) -> None:
     chosen = choose_one(values, temperature=temperature, seed=seed)
@@ -149,7 +157,7 @@ def test_minus_infinity_is_never_chosen(values: Row, temperature: float, seed: i
     assert values[chosen] > -math.inf
 
 
-@settings(max_examples=200)
+@settings(untimed, max_examples=200)
 @given(step, st.lists(step, max_size=5), st.integers(0, 5))
 def test_token_does_not_depend_on_neighbours_or_row(
     own: tuple[Row, SamplingParams, int],
@@ -178,6 +186,7 @@ def test_logits_are_not_written_to() -> None:
 # --- the random number ----------------------------------------------------------------------------
 
 
+@untimed
 @given(seed, st.integers(0, 10**6))
 @example(2**64 - 1, 0)
 def test_uniform_is_fixed_by_seed_and_step_and_below_1(seed: int, step: int) -> None:
@@ -203,21 +212,25 @@ def test_stream_of_a_seed_can_be_repeated_and_is_not_constant() -> None:
 # --- top-k and top-p ------------------------------------------------------------------------------
 
 
-@settings(max_examples=400)
+@settings(untimed, max_examples=300)
 @given(row, temperature, top_k, top_p | st.just(1.0), seed)
 def test_token_lies_within_what_top_k_and_top_p_leave(
     values: Row, temperature: float, top_k: int, top_p: float, seed: int
 ) -> None:
     chosen = choose_one(values, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    assert chosen in reference(values, temperature, top_k, top_p)
+    assert chosen in reference(values, temperature, top_k, top_p, slack=ROUNDING)
 
 
-@settings(max_examples=50)
+@settings(untimed, max_examples=40)
 @given(row, temperature, top_k, top_p | st.just(1.0))
 def test_token_takes_its_share_of_the_draws(
     values: Row, temperature: float, top_k: int, top_p: float
 ) -> None:
-    num_draws = 1000
+    expected = reference(values, temperature, top_k, top_p)
+    # Where the share of some tokens is p to the last bit, rounding may decide.
+    assume(expected == reference(values, temperature, top_k, top_p, slack=ROUNDING))
+    assume(expected == reference(values, temperature, top_k, top_p, slack=-ROUNDING))
+    num_draws = 500
     counts: dict[int, int] = {}
     logits = np.array([values], np.float32)
     made = sequence(SamplingParams(9, temperature=temperature, top_k=top_k, top_p=top_p))
@@ -226,11 +239,9 @@ def test_token_takes_its_share_of_the_draws(
             fix_draw(monkeypatch, (index + 0.5) / num_draws)  # the draws, evenly spread
             token = int(sample(logits, [made]).token_ids[0])
             counts[token] = counts.get(token, 0) + 1
-    expected = reference(values, temperature, top_k, top_p)
     for token in counts.keys() | expected.keys():
-        assert counts.get(token, 0) == pytest.approx(
-            num_draws * expected.get(token, 0.0), abs=1.001
-        )
+        share = num_draws * expected.get(token, 0.0)
+        assert counts.get(token, 0) == pytest.approx(share, abs=1.001)
 
 
 @pytest.mark.parametrize("draw", [0.0, 0.5, 1 - 2**-53])
@@ -250,6 +261,22 @@ def test_top_k_of_the_vocabulary_or_more_is_off(top_k: int) -> None:
     for seed in range(50):
         without = choose_one(values, temperature=1.0, seed=seed)
         assert choose_one(values, temperature=1.0, top_k=top_k, seed=seed) == without
+
+
+@pytest.mark.parametrize(("top_p", "last"), [(0.25, 0), (0.26, 1), (0.5, 1), (0.75, 2), (0.76, 3)])
+def test_nucleus_ends_with_the_token_that_reaches_p(
+    top_p: float, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fix_draw(monkeypatch, 1 - 2**-53)
+    assert choose_one([1.0] * 4, temperature=1.0, top_p=top_p) == last
+
+
+@pytest.mark.parametrize(("top_k", "last"), [(1, 0), (2, 2), (3, 3), (4, 4), (5, 4)])
+def test_ties_at_the_edge_of_top_k_go_to_the_lower_ids(
+    top_k: int, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fix_draw(monkeypatch, 1 - 2**-53)
+    assert choose_one([2.0, -math.inf, 1.0, 1.0, 1.0], temperature=1.0, top_k=top_k) == last
 
 
 # --- a nucleus larger than the head that is sorted first ------------------------------------------
@@ -296,7 +323,7 @@ def test_tokens_come_as_often_as_softmax_says(
     temperature: float, top_k: int, top_p: float, by: str
 ) -> None:
     values = [0.5, 2.0, -1.0, 1.5, 0.0, 1.0, -0.5, 1.5]
-    num_draws = 4000
+    num_draws = 3000
     sequences = [
         sequence(
             SamplingParams(9, temperature, top_k, top_p, seed=i if by == "seed" else 99),

