@@ -5,7 +5,6 @@
 
 PYTHON ?= python3
 DEVICE ?= auto
-PRECISION ?= auto
 PORT ?= 8080
 
 # One environment per ONNX Runtime wheel: the CPU and the GPU wheel own the same import name.
@@ -15,8 +14,7 @@ RUNTIME := requirements-gpu.txt
 else
 VENV ?= .venv
 RUNTIME := requirements-cpu.txt
-# The CPU build, where the package index in use has one; any torch that requirements.txt admits
-# works.
+# One version, so that the index in use need not be searched; any that requirements.txt admits works.
 TORCH ?= torch==2.13.0
 endif
 
@@ -49,8 +47,8 @@ bench: $(VENV)/.run-installed
 
 # A stamp is written last, so an interrupted installation is taken up again.
 $(VENV)/.run-installed: requirements.txt $(RUNTIME) requirements-build.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install $(TORCH) -r $(RUNTIME)
 	$(BIN)/python -m pip install --no-deps -r requirements-build.txt
 	touch $@
@@ -61,7 +59,7 @@ $(VENV)/.dev-installed: $(VENV)/.run-installed requirements-dev.txt
 
 # Not rebuilt when the environment changes: the folder says what made it.
 $(DEFAULT_MODEL): | $(VENV)/.run-installed
-	$(BIN)/python -m quantize default --output models/default --precision $(PRECISION)
+	$(BIN)/python -m quantize default --output models/default
 
 clean:
 	rm -rf .venv .venv-gpu models .mypy_cache .pytest_cache .ruff_cache

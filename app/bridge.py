@@ -1,7 +1,7 @@
 """The seam between the two threads: the hub owns HTTP, one native thread owns the engine.
 
 Hub to engine: a `queue.SimpleQueue` of sequences; an abort is a flag on the sequence. Engine to
-hub: one append to a deque and one `async_` wake-up per step, then the hub hands the deltas out. No
+hub: one append to a deque and one `async_` wake-up per step, then the hub hands out what came. No
 gevent object but that watcher is touched from the engine thread.
 """
 
@@ -14,13 +14,13 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import gevent
 import gevent.event
 
 from .errors import NotReady
-from .sequence import Delta, FinishReason, Sequence
+from .sequence import Advance, FinishReason, Sequence
 
 if TYPE_CHECKING:
     from .engine import Engine  # brings torch, which the hub does not wait for
@@ -31,6 +31,10 @@ _SWITCH_INTERVAL_SECONDS = 0.0005
 _STOP_SECONDS = 10.0
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
 class State(enum.Enum):
     LOADING = "loading"
     READY = "ready"
@@ -39,25 +43,25 @@ class State(enum.Enum):
 
 
 class TokenStream:
-    """A sequence's deltas, on the hub's side, in order and without loss."""
+    """A sequence's advances, on the hub's side, in order and without loss."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
-        self._arrived: list[Delta] = []
+        self._arrived: list[Advance] = []
         self._event = gevent.event.Event()
 
-    def __iter__(self) -> Iterator[list[Delta]]:
+    def __iter__(self) -> Iterator[list[Advance]]:
         """Yields what has come since the last turn; ends with the sequence. Waits on the hub."""
         is_finished = False
         while not is_finished:
             self._event.wait()
             self._event.clear()
-            deltas, self._arrived = self._arrived, []
-            is_finished = any(delta.finish_reason is not None for delta in deltas)
-            yield deltas
+            advances, self._arrived = self._arrived, []
+            is_finished = any(advance.finish_reason is not None for advance in advances)
+            yield advances
 
-    def put(self, delta: Delta) -> None:
-        self._arrived.append(delta)
+    def put(self, advance: Advance) -> None:
+        self._arrived.append(advance)
         self._event.set()
 
     def abort(self) -> None:
@@ -68,13 +72,14 @@ class TokenStream:
 class Bridge:
     """Runs the engine on its own native thread. All methods are called on the hub.
 
-    `load` builds the engine, on that thread: minutes for a large model, while the hub answers.
+    `load` builds the engine, on that thread. The hub answers meanwhile, but for the moment in which
+    ONNX Runtime builds its session holding the GIL (0.4 s for the default model).
     """
 
     def __init__(self, load: Callable[[], Engine]) -> None:
         self._load = load
         self._inbox: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
-        self._outbox: deque[list[Delta] | State] = deque()
+        self._outbox: deque[list[Advance] | State] = deque()
         self._streams: dict[Sequence, TokenStream] = {}
         self._wake = gevent.get_hub().loop.async_()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -89,6 +94,12 @@ class Bridge:
         engine = self._engine
         return self.state is State.READY and engine is not None and engine.num_failed_steps < 2
 
+    @property
+    def why_not_ready(self) -> str:
+        if self.state is State.READY:
+            return "the last steps of the model have failed"
+        return f"the model is {self.state.value}"
+
     def start(self) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
         self._wake.start(self._deliver)
@@ -97,11 +108,20 @@ class Bridge:
     def submit(self, sequence: Sequence) -> TokenStream:
         """Raises NotReady unless the engine runs."""
         if self.state is not State.READY:
-            raise NotReady(f"the model is {self.state.value}")
+            raise NotReady(self.why_not_ready)
         stream = TokenStream(sequence)
         self._streams[sequence] = stream
         self._inbox.put(sequence)
         return stream
+
+    def off_hub(self, function: Callable[P, T]) -> Callable[P, T]:
+        """`function` run on a native thread; the hub turns meanwhile."""
+
+        def run(*arguments: P.args, **options: P.kwargs) -> T:
+            result: T = gevent.get_hub().threadpool.apply(function, arguments, options)
+            return result
+
+        return run
 
     def request_stop(self) -> None:
         """Ends the engine thread after its current step; `ended` tells when it has.
@@ -125,20 +145,22 @@ class Bridge:
             if isinstance(item, State):
                 self._change(item)
                 continue
-            for delta in item:
-                stream = self._streams.get(delta.sequence)
+            for advance in item:
+                stream = self._streams.get(advance.sequence)
                 if stream is not None:  # the self-test has none
-                    stream.put(delta)
-                    if delta.finish_reason is not None:
-                        del self._streams[delta.sequence]
+                    stream.put(advance)
+                    if advance.finish_reason is not None:
+                        del self._streams[advance.sequence]
 
     def _change(self, state: State) -> None:
         if self.state is State.LOADING or state is State.FAILED:
             self.state = state
         if state is State.READY:
             return
+        # A stop is no failure of the model: the client may ask another server.
+        reason = FinishReason.ERROR if state is State.FAILED else FinishReason.ABORT
         for sequence, stream in self._streams.items():
-            stream.put(Delta(sequence, None, FinishReason.ERROR, "the server has stopped"))
+            stream.put(Advance(sequence, None, reason, "the server has stopped"))
         self._streams.clear()
         self._wake.stop()
         self.ended.set()
@@ -155,9 +177,9 @@ class Bridge:
             gc.freeze()
             self._post(State.READY)
             while self._take_in(engine):
-                deltas = engine.step()
-                if deltas:
-                    self._post(deltas)
+                advances = engine.step()
+                if advances:
+                    self._post(advances)
             self._post(State.STOPPED)
         except BaseException as error:
             self.failure = error
@@ -174,6 +196,6 @@ class Bridge:
         except queue.Empty:
             return True
 
-    def _post(self, item: list[Delta] | State) -> None:
+    def _post(self, item: list[Advance] | State) -> None:
         self._outbox.append(item)
         self._wake.send()

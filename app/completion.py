@@ -1,4 +1,4 @@
-"""One request's answer as it grows: deltas of token ids in, pieces of text out.
+"""One request's answer as it grows: token ids in, text deltas out.
 
 Plain and streamed answers both come through here, so they cannot differ.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .errors import ModelFailure
+from .errors import ModelFailure, NotReady
 from .sequence import FinishReason, Sequence
 
 if TYPE_CHECKING:
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Text that can be sent, and on the last piece why the answer ends."""
+class Delta:
+    """Text that can be sent, and on the last delta why the answer ends."""
 
     text: str
     finish_reason: FinishReason | None
 
 
 class Completion:
-    """Iterate once: yields pieces, the last one with a finish reason.
+    """Iterate once: yields deltas, the last one with a finish reason.
 
-    Raises ModelFailure if the engine fails.
+    Raises ModelFailure if the engine fails, NotReady if the server stops.
     """
 
     def __init__(self, stream: TokenStream, detokenizer: Detokenizer) -> None:
@@ -36,19 +36,21 @@ class Completion:
         self._stream = stream
         self._detokenizer = detokenizer
 
-    def __iter__(self) -> Iterator[Piece]:
-        for deltas in self._stream:
-            last = deltas[-1]
-            ids = [delta.token_id for delta in deltas if delta.token_id is not None]
-            if last.finish_reason is FinishReason.STOP:
+    def __iter__(self) -> Iterator[Delta]:
+        for advances in self._stream:
+            last = advances[-1]
+            reason = last.finish_reason
+            ids = [advance.token_id for advance in advances if advance.token_id is not None]
+            if reason is FinishReason.STOP:
                 ids.pop()  # the EOS itself is no text
-            has_failed = last.finish_reason is FinishReason.ERROR
-            is_last = last.finish_reason is not None and not has_failed
-            text = self._detokenizer.feed(ids, is_last=is_last)
-            if text or is_last:
-                yield Piece(text, last.finish_reason if is_last else None)
-            if has_failed:
+            is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
+            text = self._detokenizer.feed(ids, is_last=is_complete)
+            if text or is_complete:
+                yield Delta(text, reason if is_complete else None)
+            if reason is FinishReason.ERROR:
                 raise ModelFailure(last.error or "the model run failed")
+            if reason is FinishReason.ABORT:  # not by this client, which is still here
+                raise NotReady(last.error or "the request was aborted")
 
     def abort(self) -> None:
         """The client has gone; nothing happens if the answer is complete."""

@@ -5,7 +5,7 @@ click checks every value before anything slow is imported, and its message names
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +30,6 @@ class Settings:
     log_level: str
 
 
-def available_cpus() -> int:
-    """The CPUs that this process may use; the host may have more."""
-    return len(os.sched_getaffinity(0))
-
-
 def _model_folder(_: click.Context, __: click.Parameter, value: Path) -> Path:
     if not (value / "model.onnx").is_file():
         raise click.BadParameter(
@@ -42,6 +37,31 @@ def _model_folder(_: click.Context, __: click.Parameter, value: Path) -> Path:
             "Build one with 'make model' or 'python -m quantize'."
         )
     return value
+
+
+def _not_one(_: click.Context, __: click.Parameter, value: int) -> int:
+    if value == 1:
+        raise click.BadParameter("1 leaves no room for a prompt and an answer.")
+    return value
+
+
+def _check(**values: Any) -> Settings:
+    """The settings as a whole: a limit must lie within the model's own."""
+    settings = Settings(**values)
+    config = settings.model_path / "config.json"
+    try:
+        context = json.loads(config.read_text())["max_position_embeddings"]
+    except (OSError, ValueError, KeyError) as error:
+        raise click.BadParameter(
+            f"{config} does not tell the model's context: {error!r}",
+            param_hint="'--model' (env var: 'MODEL_PATH')",
+        ) from None
+    if settings.max_model_len > context:
+        raise click.BadParameter(
+            f"{settings.max_model_len} is more than the model's context of {context} tokens",
+            param_hint="'--max-model-len' (env var: 'MAX_MODEL_LEN')",
+        )
+    return settings
 
 
 def _option(flag: str, name: str, help_: str, **attributes: Any) -> click.Option:
@@ -99,6 +119,7 @@ OPTIONS: list[click.Parameter] = [
         "Most tokens of prompt and answer together; 0 takes the model's context.",
         type=click.IntRange(0),
         default=0,
+        callback=_not_one,
     ),
     _option(
         "--prefill-chunk",
@@ -132,7 +153,7 @@ def read_settings(arguments: Ordered[str] | None = None) -> Settings:
     command = click.Command(
         "python -m app",
         params=OPTIONS,
-        callback=Settings,
+        callback=_check,
         help="Serves a model folder over HTTP.",
     )
     try:

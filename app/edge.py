@@ -13,7 +13,7 @@ from gevent.pywsgi import WSGIHandler, WSGIServer
 log = logging.getLogger(__name__)
 
 
-class _Handler(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no types
+class _NoDelayHandler(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no types
     def handle(self) -> None:
         # pywsgi writes head and body apart: Nagle's algorithm would hold the second one back for
         # the client's delayed ACK, 44 ms per answer on a kept connection.
@@ -26,7 +26,7 @@ def bind(app: Flask, host: str, port: int) -> Any:
     server = WSGIServer(
         (host, port),
         app,
-        handler_class=_Handler,
+        handler_class=_NoDelayHandler,
         spawn=Pool(),  # unbounded; with it, stop() lets running answers end
         log=None,  # the app logs its requests
         error_log=log,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from .kv_cache import KVCache
 from .sampler import Sampled, sample
 from .scheduler import Scheduler
-from .sequence import Delta, SamplingParams, Sequence, StepPlan
+from .sequence import Advance, SamplingParams, Sequence, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Model(Protocol):
 class Observer(Protocol):
     """Hears what happens; never decides anything."""
 
-    def stepped(self, plan: StepPlan, seconds: float) -> None: ...
+    def stepped(self, plan: StepPlan) -> None: ...
     def advanced(self, sequence: Sequence, now: float) -> None: ...
     def finished(self, sequence: Sequence) -> None: ...
     def counted(self, num_waiting: int, num_running: int) -> None: ...
@@ -37,7 +37,7 @@ class Observer(Protocol):
 class Unobserved:
     """An observer that lets everything pass."""
 
-    def stepped(self, plan: StepPlan, seconds: float) -> None: ...
+    def stepped(self, plan: StepPlan) -> None: ...
     def advanced(self, sequence: Sequence, now: float) -> None: ...
     def finished(self, sequence: Sequence) -> None: ...
     def counted(self, num_waiting: int, num_running: int) -> None: ...
@@ -68,7 +68,7 @@ class Engine:
     def submit(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
 
-    def step(self) -> list[Delta]:
+    def step(self) -> list[Advance]:
         """Runs one step; what it brought each sequence.
 
         A model that raises costs the sequences of that step an error, never the engine.
@@ -76,15 +76,15 @@ class Engine:
         started_at = self._clock()
         plan = self._scheduler.plan()
         try:
-            deltas = self._scheduler.commit(plan, self._run(plan))
+            advances = self._scheduler.commit(plan, self._run(plan))
             if not plan.is_empty:
                 self.num_failed_steps = 0
         except Exception as error:
             self.num_failed_steps += 1
-            deltas = self._scheduler.fail(plan, f"the model run failed: {type(error).__name__}")
-            log.exception("step failed: %d sequences end with an error", len(deltas))
-        self._observe(plan, deltas, started_at)
-        return deltas
+            advances = self._scheduler.fail(plan, f"the model run failed: {type(error).__name__}")
+            log.exception("step failed: %d sequences end with an error", len(advances))
+        self._observe(plan, advances, started_at)
+        return advances
 
     def _run(self, plan: StepPlan) -> Sampled:
         self._cache.apply(plan.moves)
@@ -93,22 +93,21 @@ class Engine:
         logits = self._model.forward(plan, self._cache)
         return sample(logits, plan.sampled)
 
-    def _observe(self, plan: StepPlan, deltas: list[Delta], started_at: float) -> None:
+    def _observe(self, plan: StepPlan, advances: list[Advance], started_at: float) -> None:
         now = self._clock()
         if plan.prefill is not None and plan.prefill.start == 0:
             plan.prefill.sequence.admitted_at = started_at
-        for delta in deltas:
-            sequence = delta.sequence
-            if delta.token_id is not None:
+        for advance in advances:
+            sequence = advance.sequence
+            if advance.token_id is not None:
                 self._observer.advanced(sequence, now)
                 if sequence.first_token_at is None:
                     sequence.first_token_at = now
                 sequence.last_token_at = now
-            if delta.finish_reason is not None:
-                sequence.finished_at = now
+            if advance.finish_reason is not None:
                 self._observer.finished(sequence)
         if not plan.is_empty:
-            self._observer.stepped(plan, now - started_at)
+            self._observer.stepped(plan)
         self._observer.counted(self._scheduler.num_waiting, self._scheduler.num_running)
 
     def self_test(self) -> None:

@@ -2,7 +2,8 @@
 
     ServeError
     |-- InvalidRequest        400  a field is missing, unknown or out of range; `param` names it
-    |   `-- PromptTooLong     400  the prompt leaves no room for a token
+    |   |-- PromptTooLong     400  the prompt leaves no room for a token
+    |   `-- UnreadableBody    400  shorter than announced, or broken chunks
     |-- PayloadTooLarge       413
     |-- UnsupportedMediaType  415
     |-- NotReady              503  loading, failed or shutting down
@@ -51,6 +52,10 @@ class PromptTooLong(InvalidRequest):
             f"{max_model_len} tokens; at most {max_model_len - 1} fit",
             param="prompt",
         )
+
+
+class UnreadableBody(InvalidRequest):
+    code = "unreadable_body"
 
 
 class PayloadTooLarge(ServeError):

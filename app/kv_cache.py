@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence as Ordered
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +72,9 @@ def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     # Anonymous memory costs nothing until a token is written to it, by pages of 4 KiB. Huge pages
     # would undo that: the first token of a row touches each head's part, and with a context of 8k
     # that part is just one huge page, so a batch of short answers would fill the whole cache.
-    memory = mmap.mmap(-1, math.prod(dims) * dtype.itemsize)
+    num_bytes = math.prod(dims) * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages refuses to be told
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(dims)

@@ -13,7 +13,6 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
-from .errors import ServeError
 from .sequence import Sequence, StepPlan
 
 _TTFT_BUCKETS = (
@@ -68,10 +67,12 @@ class Metrics:
             "request_success_total", "Requests ended by the engine.", ("finish_reason",)
         )
         self._rejected = counter(
-            "requests_rejected_total", "Requests answered with an error.", ("reason",)
+            "requests_rejected_total",
+            "Requests answered with an error, by its code.",
+            ("reason",),
         )
 
-    def stepped(self, plan: StepPlan, seconds: float) -> None:
+    def stepped(self, plan: StepPlan) -> None:
         self._batch.observe(len(plan.decode) + (plan.prefill is not None))
         if plan.prefill is not None:
             self._prompt.inc(len(plan.prefill.token_ids))
@@ -96,5 +97,5 @@ class Metrics:
         self._waiting.set(num_waiting)
         self._running.set(num_running)
 
-    def rejected(self, error: ServeError) -> None:
-        self._rejected.labels(error.code).inc()
+    def rejected(self, code: str) -> None:
+        self._rejected.labels(code).inc()

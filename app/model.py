@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-import psutil
 import torch
 from numpy.typing import NDArray
 from optimum.onnxruntime import ORTModelForCausalLM
 
 from .errors import UnservableModel
 from .kv_cache import KVCache, KVShape
+from .machine import available_memory
 from .sequence import StepPlan
+
+log = logging.getLogger(__name__)
 
 MODEL_FILE = "model.onnx"
 RECORD_FILE = "quantization.json"
@@ -50,6 +52,7 @@ class OnnxModel:
         self.context_length = context_length
         self.spec = inspect_graph(session)
         self.provider = session.get_providers()[0]  # what was really obtained
+        self.warnings: list[str] = []
         self.device = torch.device("cuda" if "CUDA" in self.provider else "cpu")
         self._bindings: dict[tuple[int, int], ort.IOBinding] = {}
         self._bound_cache: KVCache | None = None
@@ -89,15 +92,18 @@ class OnnxModel:
         except Exception as error:
             raise UnservableModel(f"{folder} cannot be loaded: {error}") from error
         model = cls(loaded.session, loaded.config.max_position_embeddings)
+        model.warnings = provider_warnings(provider, model.provider, model.spec.kv.dtype)
         if device == "cuda" and model.device.type != "cuda":
-            raise UnservableModel(f"DEVICE=cuda, but the session runs on {model.provider}")
+            raise UnservableModel(f"DEVICE=cuda: {model.warnings[0]}")
+        for warning in model.warnings:
+            log.warning(warning)
         return model
 
     def free_memory(self) -> int:
         """Bytes that the device could still hand out."""
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info()[0])
-        return psutil.virtual_memory().available
+        return available_memory()
 
     def describe(self, folder: Path) -> dict[str, Any]:
         """What is served, for `/info`: from the folder's record, and from the session itself."""
@@ -110,6 +116,7 @@ class OnnxModel:
             "form": self.form,
             "provider": self.provider,
             "device": self.device.type,
+            "warnings": self.warnings,
             "context_length": self.context_length,
             "vocab_size": self.spec.vocab_size,
             "kv_bytes_per_token": self.spec.kv.bytes_per_token,
@@ -153,7 +160,13 @@ class OnnxModel:
             (len(ids), 1, self.spec.vocab_size),
             logits.data_ptr(),
         )
+        # ONNX Runtime has a CUDA stream of its own: what torch has queued on another (moved rows)
+        # must be there first, and the logits before they are read.
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
         self._session.run_with_iobinding(binding)
+        if self.device.type == "cuda":
+            binding.synchronize_outputs()
 
     def _bind_cache(self, cache: KVCache) -> None:
         if cache is self._bound_cache:
@@ -181,6 +194,18 @@ class OnnxModel:
             binding.bind_output(f"present.{index // 2}.{kind}", *place)
         self._bindings[first_row, num_rows] = binding
         return binding
+
+
+def provider_warnings(asked: str, obtained: str, kv_dtype: torch.dtype) -> list[str]:
+    """What an operator should know of where the graph really runs."""
+    if asked != obtained:
+        return [
+            f"the session runs on {obtained} although {asked} is installed: its libraries (CUDA, "
+            "cuDNN) do not load, or there is no GPU"
+        ]
+    if "CUDA" in obtained and kv_dtype == torch.float32:
+        return ["CUDA has no fp32 GroupQueryAttention: attention runs on the CPU, with copies"]
+    return []
 
 
 def inspect_graph(session: ort.InferenceSession) -> GraphSpec:

@@ -6,6 +6,7 @@ limits, and an error quotes them.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +18,9 @@ from .errors import InvalidRequest, PromptTooLong, ServeError
 from .sequence import SamplingParams, Sequence
 
 if TYPE_CHECKING:
-    from .completion import Completion, Piece
+    from .completion import Completion, Delta
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -143,32 +146,38 @@ def timings(sequence: Sequence) -> dict[str, float | None]:
     }
 
 
-def result(completion: Completion, pieces: Iterable[Piece], model: str) -> dict[str, Any]:
+def result(completion: Completion, deltas: Iterable[Delta], model: str) -> dict[str, Any]:
     """The whole answer as one object."""
-    taken = list(pieces)
-    return {"text": "".join(piece.text for piece in taken)} | _end(completion, taken[-1], model)
+    try:
+        taken = list(deltas)
+    finally:
+        completion.abort()  # nothing to do but after a failure
+    return {"text": "".join(delta.text for delta in taken)} | _end(completion, taken[-1], model)
 
 
-def events(completion: Completion, pieces: Iterable[Piece], model: str) -> Iterator[bytes]:
-    """The answer as SSE: an event per piece, the last with what the plain answer has besides.
+def events(completion: Completion, deltas: Iterable[Delta], model: str) -> Iterator[bytes]:
+    """The answer as SSE: an event per delta, the last with what the plain answer has besides.
 
     The status has been sent by then, so a failure becomes one error event, and the stream ends.
     """
     try:
-        for piece in pieces:
-            end = _end(completion, piece, model) if piece.finish_reason is not None else {}
-            yield event({"text": piece.text} | end)
+        for delta in deltas:
+            end = _end(completion, delta, model) if delta.finish_reason is not None else {}
+            yield event({"text": delta.text} | end)
     except ServeError as error:
         yield event(error.body())
+    except Exception:
+        log.exception("request %s failed in mid-stream", completion.sequence.request_id)
+        yield event(ServeError("the server failed on this request").body())
     finally:  # also when a write failed because the client has left
         completion.abort()
 
 
-def event(data: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+def event(fields: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(fields) + b"\n\n"
 
 
-def _end(completion: Completion, last: Piece, model: str) -> dict[str, Any]:
+def _end(completion: Completion, last: Delta, model: str) -> dict[str, Any]:
     sequence = completion.sequence
     return {
         "finish_reason": last.finish_reason,

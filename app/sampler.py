@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from .sequence import SamplingParams, Sequence
 
-# A nucleus nearly always lies within this many tokens: sorting them is 20 times cheaper than
-# sorting the vocabulary.
+# A nucleus nearly always lies within this many tokens; only else is the vocabulary sorted.
 _NUCLEUS_HEAD = 1024
 
 
@@ -51,15 +50,17 @@ def uniform(seed: int, step: int) -> float:
 
 def _draw(logits: NDArray[np.float32], params: SamplingParams, draw: float) -> int:
     """Inverse-CDF choice among the candidates that top-k, then top-p leave."""
-    candidates = _largest(logits, params.top_k) if params.top_k > 0 else np.arange(len(logits))
-    scaled = logits[candidates].astype(np.float64)
+    candidates = None if params.top_k == 0 else _largest(logits, params.top_k)  # None: all
+    scaled = logits.astype(np.float64) if candidates is None else logits[candidates].astype(float)
     with np.errstate(over="ignore"):  # a tiny temperature sends all but the largest to -inf
         weights = np.exp((scaled - scaled.max()) / params.temperature)
     if params.top_p < 1.0:
         nucleus = _nucleus(weights, params.top_p)
-        candidates, weights = candidates[nucleus], weights[nucleus]
+        candidates = nucleus if candidates is None else candidates[nucleus]
+        weights = weights[nucleus]
     cumulative = weights.cumsum()
-    return int(candidates[np.searchsorted(cumulative, draw * cumulative[-1], side="right")])
+    chosen = np.searchsorted(cumulative, draw * cumulative[-1], side="right")
+    return int(chosen if candidates is None else candidates[chosen])
 
 
 def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 
 from .sampler import Sampled
-from .sequence import Delta, FinishReason, Move, PrefillChunk, Sequence, Status, StepPlan
+from .sequence import Advance, FinishReason, Move, PrefillChunk, Sequence, Status, StepPlan
 
 
 class Scheduler:
@@ -29,7 +29,7 @@ class Scheduler:
         self._decoding: list[Sequence] = []  # index = row
         self._prefilling: Sequence | None = None
         self._prefill_row = 0
-        self._aborted: list[Delta] = []
+        self._aborted: list[Advance] = []
 
     @property
     def num_waiting(self) -> int:
@@ -56,8 +56,8 @@ class Scheduler:
             self._prefill_row = len(self._decoding)
         return StepPlan(moves, self._next_chunk(), list(self._decoding))
 
-    def commit(self, plan: StepPlan, sampled: Sampled) -> list[Delta]:
-        """Records what the step brought; the deltas of all sequences that it changed."""
+    def commit(self, plan: StepPlan, sampled: Sampled) -> list[Advance]:
+        """Records what the step brought; the advances of all sequences that it changed."""
         if plan.prefill is not None:
             plan.prefill.sequence.num_cached += len(plan.prefill.token_ids)
             if plan.prefill.is_last:
@@ -65,20 +65,20 @@ class Scheduler:
                 self._prefilling = None
         for sequence in plan.decode:
             sequence.num_cached += 1
-        deltas = self._take_aborted()
+        advances = self._take_aborted()
         for row, sequence in enumerate(plan.sampled):
             if sampled.is_finite[row]:
-                deltas.append(self._append(sequence, int(sampled.token_ids[row])))
+                advances.append(self._append(sequence, int(sampled.token_ids[row])))
             else:
-                deltas.append(_failed(sequence, "the model's logits are not finite"))
-        return deltas
+                advances.append(_failed(sequence, "the model's logits are not finite"))
+        return advances
 
-    def fail(self, plan: StepPlan, error: str) -> list[Delta]:
+    def fail(self, plan: StepPlan, error: str) -> list[Advance]:
         """Ends every sequence of a step that raised; their rows are free in the next plan."""
         sequences = [*plan.decode, *([plan.prefill.sequence] if plan.prefill else [])]
         return self._take_aborted() + [_failed(sequence, error) for sequence in sequences]
 
-    def _append(self, sequence: Sequence, token_id: int) -> Delta:
+    def _append(self, sequence: Sequence, token_id: int) -> Advance:
         sequence.output_ids.append(token_id)
         params = sequence.params
         if token_id in self._eos_ids and not params.ignore_eos:
@@ -88,7 +88,7 @@ class Scheduler:
             or sequence.num_tokens >= self._max_model_len
         ):
             sequence.finish(FinishReason.LENGTH)
-        return Delta(sequence, token_id, sequence.finish_reason)
+        return Advance(sequence, token_id, sequence.finish_reason)
 
     def _has_free_row(self) -> bool:
         return self.num_running < self._max_batch_size
@@ -107,11 +107,11 @@ class Scheduler:
         for sequence in [*self._waiting, *running]:
             if sequence.is_aborted and not sequence.is_finished:
                 sequence.finish(FinishReason.ABORT)
-                self._aborted.append(Delta(sequence, None, FinishReason.ABORT))
+                self._aborted.append(Advance(sequence, None, FinishReason.ABORT))
         if any(sequence.is_finished for sequence in self._waiting):
             self._waiting = deque(s for s in self._waiting if not s.is_finished)
 
-    def _take_aborted(self) -> list[Delta]:
+    def _take_aborted(self) -> list[Advance]:
         aborted, self._aborted = self._aborted, []
         return aborted
 
@@ -137,6 +137,6 @@ class Scheduler:
         return moves
 
 
-def _failed(sequence: Sequence, error: str) -> Delta:
+def _failed(sequence: Sequence, error: str) -> Advance:
     sequence.finish(FinishReason.ERROR, error)
-    return Delta(sequence, None, FinishReason.ERROR, error)
+    return Advance(sequence, None, FinishReason.ERROR, error)

@@ -59,7 +59,6 @@ class Sequence:
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
-    finished_at: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -126,7 +125,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class Advance:
     """What a step brought one sequence: a token, its end, or both. `token_id` may be an EOS."""
 
     sequence: Sequence

@@ -1,7 +1,7 @@
 """What the routes work with: settings, metrics, the bridge and, once loaded, the model's text side.
 
-`load` runs on the engine thread and imports torch, transformers and ONNX Runtime there: the hub
-answers health checks from the first moment.
+`_load` runs on the engine thread and imports torch, transformers and ONNX Runtime there, so that
+the hub answers health checks from the first moment.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
-from .bridge import Bridge
+from .bridge import Bridge, State
 from .completion import Completion
-from .config import Settings, available_cpus
-from .errors import NotReady, UnservableModel
+from .config import Settings
+from .errors import InvalidRequest, NotReady, UnservableModel
+from .machine import available_cpus
 from .metrics import Metrics
 from .protocol import GenerateRequest, resolve_max_tokens
 from .sequence import Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _KV_MEMORY_SHARE = 0.8  # of what is free once the weights are loaded; the rest is workspace
+_LONG_PROMPT = 8192  # characters
 _SHOWN_VERSIONS = ("onnxruntime", "onnxruntime-gpu", "optimum-onnx", "torch", "transformers")
 
 
@@ -53,15 +55,24 @@ class Service:
 
     @property
     def model(self) -> LoadedModel:
-        """Raises NotReady until the model is loaded and has produced a token."""
-        if self._model is None or not self.bridge.is_ready:
-            raise NotReady(f"the model is {self.bridge.state.value}")
+        """Raises NotReady until the model is loaded and has produced a token.
+
+        Failed steps do not count here: only a request that succeeds can end such a spell.
+        """
+        if self._model is None or self.bridge.state is not State.READY:
+            raise NotReady(self.bridge.why_not_ready)
         return self._model
 
     def submit(self, request: GenerateRequest) -> Completion:
         """Tokenizes and queues a request. Raises InvalidRequest if it does not fit."""
         model = self.model
-        prompt_ids = model.codec.encode(request.prompt, parse_special=request.parse_special)
+        # A long prompt takes long to tokenize: not on the hub, where it would stall every stream.
+        encode = model.codec.encode
+        if len(request.prompt) > _LONG_PROMPT:
+            encode = self.bridge.off_hub(encode)
+        prompt_ids = encode(request.prompt, parse_special=request.parse_special)
+        if not prompt_ids:
+            raise InvalidRequest("prompt: it has no tokens", param="prompt")
         max_tokens = resolve_max_tokens(request, len(prompt_ids), model.max_model_len)
         sequence = Sequence(
             request_id=f"gen-{uuid.uuid4().hex}",
@@ -88,11 +99,6 @@ class Service:
                 f"{folder}: the tokenizer has {codec.vocab_size} tokens, the graph "
                 f"{model.spec.vocab_size}: they do not belong together"
             )
-        if settings.max_model_len > model.context_length:
-            raise UnservableModel(
-                f"MAX_MODEL_LEN={settings.max_model_len} is more than the model's context of "
-                f"{model.context_length} tokens"
-            )
         max_len = settings.max_model_len or model.context_length
         budget = KVBudget(
             num_bytes=int(_KV_MEMORY_SHARE * model.free_memory()),
@@ -113,6 +119,7 @@ class Service:
             max_model_len=max_len,
             info=description
             | {
+                "requested_device": settings.device,
                 "threads": num_threads,
                 "max_batch_size": budget.num_rows,
                 "max_model_len": max_len,

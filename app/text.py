@@ -26,6 +26,9 @@ class TextCodec:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_ids: frozenset[int]) -> None:
         self.eos_ids = eos_ids
         self._control_parser: Tokenizer = tokenizer.backend_tokenizer
+        # A tokenizer.json may ask for both; a prompt is refused when too long, never cut.
+        self._control_parser.no_truncation()
+        self._control_parser.no_padding()
         self._plain: Tokenizer = Tokenizer.from_str(self._control_parser.to_str())
         self._plain.encode_special_tokens = True
         self._token_bytes = token_bytes(self._control_parser)
@@ -54,19 +57,22 @@ class TextCodec:
         Control tokens written in the text are plain text, and the tokenizer's own prefix (BOS) is
         added; with `parse_special` they are control tokens and nothing is added.
         """
+        # As a batch of one: for a batch the library releases the GIL.
         if parse_special:
-            return list(self._control_parser.encode(text, add_special_tokens=False).ids)
-        return list(self._plain.encode(text, add_special_tokens=True).ids)
+            [encoding] = self._control_parser.encode_batch([text], add_special_tokens=False)
+        else:
+            [encoding] = self._plain.encode_batch([text], add_special_tokens=True)
+        return list(encoding.ids)
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self._token_bytes)
 
 
 class Detokenizer:
-    """Text of a growing list of token ids, piece by piece.
+    """Text of a growing list of token ids, delta by delta.
 
-    Each token stands for bytes; a piece is what is complete as UTF-8, so half a character is held
-    back and the pieces always join to the text of the whole. Bytes that can never become a
+    Each token stands for bytes; a delta is what is complete as UTF-8, so half a character is held
+    back and the deltas always join to the text of the whole. Bytes that can never become a
     character turn into U+FFFD, and so does a character that the last token left unfinished.
     """
 
@@ -162,6 +168,8 @@ def _turn_end(tokenizer: PreTrainedTokenizerFast) -> int | None:
     _, found, behind = str(text).rpartition(_SENTINEL)
     if not found:  # one that leaves answers out
         return None
-    special = set(tokenizer.all_special_ids)
+    # Not `all_special_ids`: it lists the tokens with a role only, and a turn's end (Phi-3's
+    # <|end|>) often has none.
+    added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     ids = tokenizer.backend_tokenizer.encode(behind, add_special_tokens=False).ids
-    return next((id_ for id_ in ids if id_ in special), None)
+    return next((id_ for id_ in ids if id_ in added and added[id_].special), None)

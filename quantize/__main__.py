@@ -43,26 +43,24 @@ def main(model: str, output: Path, precision: str, force: bool) -> None:
     started_at = time.monotonic()
     try:
         with Workplace(output, replace=force) as workplace:
-            with resolve(model, workplace.cache) as source:
+            with resolve(model, workplace.cache, workplace.scratch) as source:
                 build(source, workplace.folder, precision)
             workplace.publish()
     except QuantizeError as error:
         click.echo(f"quantize: {error}", err=True)
         sys.exit(2)
-    size = sum(file.stat().st_size for file in output.iterdir())
+    size = sum(path.stat().st_size for path in output.rglob("*"))
     click.echo(f"{output}: {size / 1e6:,.0f} MB in {time.monotonic() - started_at:.0f} s")
 
 
 def build(source: Source, folder: Path, precision: str) -> None:
     """Exports `source` and writes everything that the server needs into `folder`."""
     # Imported here: they take seconds, and a wrong argument should be told at once.
-    from transformers import AutoConfig
-
     from . import record
-    from .export import export_fused
+    from .export import export_fused, read_config
     from .int8 import quantize_int8
 
-    num_layers = AutoConfig.from_pretrained(source.folder).num_hidden_layers
+    num_layers = read_config(source.folder).num_hidden_layers
     num_quantized = 0
     bar: tqdm[NoReturn]
     with tqdm(total=num_layers, unit="layer", mininterval=0.5) as bar:

@@ -32,16 +32,36 @@ def export_fused(source: Path, folder: Path, on_stage: Callable[[str], None]) ->
     `on_stage` hears one short line per stage and layer. Raises QuantizeError for an architecture
     that the builder does not know, or that it would export wrongly.
     """
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+    config = read_config(source)
     _refuse_ambiguous_lm_head(config)
+    _refuse_longrope(config)
     with tempfile.TemporaryDirectory(dir=folder, prefix="builder-") as scratch:
         _run_builder(source, Path(scratch), on_stage)
         for name in (MODEL_FILE, f"{MODEL_FILE}.data"):
             shutil.move(Path(scratch) / name, folder / name)
     model = onnx.load(folder / MODEL_FILE, load_external_data=False)
-    set_sliding_window(model.graph, getattr(config, "sliding_window", None))
+    set_sliding_window(model.graph, config)
     keep_last_token_logits(model.graph)
     onnx.save(model, folder / MODEL_FILE)
+
+
+def read_config(source: Path) -> PretrainedConfig:
+    """Raises QuantizeError if transformers does not know the model type."""
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # ValueError, KeyError, OSError and more, as the file has it
+        raise QuantizeError(f"{source / 'config.json'} cannot be used: {error}") from error
+
+
+def _refuse_longrope(config: PretrainedConfig) -> None:
+    """The builder switches all rows of a batch to the long factors as soon as one is long."""
+    scaling = getattr(config, "rope_scaling", None) or {}
+    if scaling.get("rope_type", scaling.get("type")) in ("longrope", "su", "yarn"):
+        raise QuantizeError(
+            "its rotary embedding changes with the length of the prompt (rope_scaling "
+            f"{scaling.get('rope_type', scaling.get('type'))!r}), which is not supported yet: "
+            "mixed batches would get wrong answers. Take the 4k variant of the model."
+        )
 
 
 def _refuse_ambiguous_lm_head(config: PretrainedConfig) -> None:
@@ -81,8 +101,11 @@ def _run_builder(source: Path, output: Path, on_stage: Callable[[str], None]) ->
                 # The tied form feeds the LM head from a Transpose, which no quantizer looks into.
                 shared_embeddings=False,
             )
-        except NotImplementedError as error:
-            raise QuantizeError(f"{error} (by the fused-graph builder)") from error
+        except NotImplementedError:
+            names = ", ".join(read_config(source).architectures or ["none"])
+            raise QuantizeError(
+                f"its architecture ({names}) is not known to the fused-graph builder"
+            ) from None
 
 
 class _Lines(io.TextIOBase):
@@ -97,17 +120,26 @@ class _Lines(io.TextIOBase):
         return len(text)
 
 
-def set_sliding_window(graph: onnx.GraphProto, window: int | None) -> None:
-    """Sets GroupQueryAttention's `local_window_size` to HF's `sliding_window`.
+def set_sliding_window(graph: onnx.GraphProto, config: PretrainedConfig) -> None:
+    """Sets GroupQueryAttention's `local_window_size` to HF's `sliding_window` in all layers.
 
-    The builder leaves it at -1 (no window) for Phi-3, although HF applies it.
+    The builder leaves it at -1 (no window) for Phi-3, although HF applies it. Where the builder has
+    set windows itself, it knows which layers have one.
     """
-    for node in graph.node:
-        if node.op_type != "GroupQueryAttention" or window is None:
-            continue
+    window = getattr(config, "sliding_window", None)
+    nodes = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
+    if window is None or any(_window(node) != -1 for node in nodes):
+        return
+    if "full_attention" in (getattr(config, "layer_types", None) or []):
+        raise QuantizeError("only some of its layers have a sliding window: not supported yet")
+    for node in nodes:
         kept = [a for a in node.attribute if a.name != "local_window_size"]
         del node.attribute[:]
         node.attribute.extend([*kept, helper.make_attribute("local_window_size", window)])
+
+
+def _window(node: onnx.NodeProto) -> int:
+    return next((a.i for a in node.attribute if a.name == "local_window_size"), -1)
 
 
 def keep_last_token_logits(graph: onnx.GraphProto) -> None:

@@ -14,8 +14,8 @@ from .errors import QuantizeError
 class Workplace:
     """A scratch folder beside `output` that `publish` turns into it.
 
-    `cache` outlives the run (downloads); `folder` does not, unless published. One run at a time
-    works on an output; what a killed run left is removed by the next.
+    `cache` outlives the run (downloads); `scratch`, and the `folder` in it unless published, do
+    not. One run at a time works on an output; what a killed run left is removed by the next.
     Raises QuantizeError if `output` exists and is not to be replaced, or another run is at work.
     """
 
@@ -23,8 +23,8 @@ class Workplace:
         self._output = output
         self._replace = replace
         self.cache = output.parent / ".cache"
-        self._scratch = output.parent / f".{output.name}.partial"
-        self.folder = self._scratch / "folder"
+        self.scratch = output.parent / f".{output.name}.partial"
+        self.folder = self.scratch / "folder"
 
     def __enter__(self) -> Workplace:
         if self._output.exists() and not self._replace:
@@ -39,7 +39,7 @@ class Workplace:
         except OSError:
             self._lock.close()
             raise QuantizeError(f"another run is building {self._output}") from None
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
         self.folder.mkdir(parents=True)
         return self
 
@@ -50,7 +50,7 @@ class Workplace:
         for path in self.folder.rglob("*"):
             path.chmod(0o755 if path.is_dir() else 0o644)
         if self._output.exists():
-            os.replace(self._output, self._scratch / "replaced")
+            os.replace(self._output, self.scratch / "replaced")
         os.replace(self.folder, self._output)
 
     def __exit__(
@@ -59,5 +59,5 @@ class Workplace:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
         self._lock.close()

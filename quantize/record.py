@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shutil
 from pathlib import Path
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from . import int8
-from .export import MODEL_FILE
+from .export import MODEL_FILE, read_config
 from .sources import Source
 
-_TOOLS = ("onnx", "onnxruntime", "onnxruntime-genai", "torch", "transformers")
+# One of the two wheels of ONNX Runtime is installed.
+_TOOLS = ("onnx", "onnxruntime", "onnxruntime-gpu", "onnxruntime-genai", "torch", "transformers")
 
 
 def write(source: Source, folder: Path, precision: str, num_quantized: int) -> None:
     """Writes them into `folder`, which holds the graph already."""
-    config = AutoConfig.from_pretrained(source.folder, local_files_only=True)
+    config = read_config(source.folder)
     config.save_pretrained(folder)
-    if (source.folder / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(source.folder, local_files_only=True)
+    generation = source.folder / "generation_config.json"
+    if generation.is_file():  # as it is: transformers refuses to save many that it reads
+        shutil.copyfile(generation, folder / generation.name)
     else:
-        generation = GenerationConfig.from_model_config(config)
-    generation.save_pretrained(folder)
+        GenerationConfig.from_model_config(config).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
     tokenizer.save_pretrained(folder)
     files = {name: (folder / name).stat().st_size for name in (MODEL_FILE, f"{MODEL_FILE}.data")}
@@ -33,7 +35,7 @@ def write(source: Source, folder: Path, precision: str, num_quantized: int) -> N
         "precision": precision,
         "form": "fused",
         "bytes": files,
-        "tools": {name: importlib.metadata.version(name) for name in _TOOLS},
+        "tools": tool_versions(),
     }
     if precision == "int8":
         record["quantization"] = {
@@ -44,3 +46,8 @@ def write(source: Source, folder: Path, precision: str, num_quantized: int) -> N
             "matrices": num_quantized,
         }
     (folder / "quantization.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def tool_versions() -> dict[str, str]:
+    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    return {name: installed[name] for name in _TOOLS if name in installed}

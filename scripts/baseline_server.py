@@ -73,7 +73,10 @@ def create_app(generator: TextGenerationPipeline) -> Flask:
 def main(model: str, port: int, cache: Path | None) -> None:
     """Serve a model in the plain way, one request at a time."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the temporary folder goes away
-    with tempfile.TemporaryDirectory() as scratch, resolve(model, cache or Path(scratch)) as source:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        resolve(model, cache or Path(scratch), Path(scratch)) as source,
+    ):
         folder = str(source.folder)
         generator = pipeline("text-generation", folder, dtype=torch.float32, device="cpu")
     WSGIServer(("127.0.0.1", port), create_app(generator), log=None).serve_forever()

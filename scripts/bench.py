@@ -19,8 +19,8 @@ numbers, and makes the exit status 1.
 
 Latencies are pooled over the repeats; percentiles are by nearest rank, so p99 of fewer than 100
 values is their maximum. With --no-stream there are no events: TTFT and ITL are null. The last line
-on stdout is one JSON object with everything. Threads, because the client shares the machine with
-the server: they cost 38 µs of CPU an event at 32 streams, where asyncio's streams took 58.
+on stdout is one JSON object with everything. The client shares the machine with the server, so it
+uses plain threads, which cost it less than asyncio's streams.
 """
 
 import http.client

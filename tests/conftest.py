@@ -39,7 +39,7 @@ def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Build:
         root = tmp_path_factory.mktemp("model")
         folder = root / "folder"
         folder.mkdir()
-        with resolve(str(source), root / "cache") as resolved:
+        with resolve(str(source), root / "cache", root) as resolved:
             build(resolved, folder, precision)
         return folder
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from app.engine import Engine, Unobserved
 from app.kv_cache import KVCache
 from app.scheduler import Scheduler
-from app.sequence import Delta, Move, SamplingParams, Sequence, StepPlan
+from app.sequence import Advance, Move, SamplingParams, Sequence, StepPlan
 
 STUB_VOCAB = 97
 
@@ -102,11 +102,11 @@ def greedy(name: str, prompt: list[int], num_tokens: int = 8) -> Sequence:
     return Sequence(name, list(prompt), SamplingParams(max_tokens=num_tokens))
 
 
-def run(engine: Engine, max_steps: int = 5000) -> list[Delta]:
+def run(engine: Engine, max_steps: int = 5000) -> list[Advance]:
     """Steps until the engine is idle; everything that came out."""
-    deltas: list[Delta] = []
+    advances: list[Advance] = []
     for _ in range(max_steps):
         if engine.is_idle:
-            return deltas
-        deltas += engine.step()
+            return advances
+        advances += engine.step()
     raise AssertionError(f"the engine is not idle after {max_steps} steps")

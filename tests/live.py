@@ -15,6 +15,8 @@ from typing import Any
 
 import requests
 
+from app.config import OPTIONS
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -23,17 +25,23 @@ class LiveServer:
 
     def __init__(self, model: Path, *arguments: str, **environment: str) -> None:
         self._lines: list[str] = []
+        names = {option.envvar for option in OPTIONS}
+        inherited = {name: value for name, value in os.environ.items() if name not in names}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "app", "--host", "127.0.0.1", "--port", "0", *arguments],
             cwd=ROOT,
-            env=os.environ | {"MODEL_PATH": str(model)} | environment,
+            env=inherited | {"MODEL_PATH": str(model)} | environment,
             stderr=subprocess.PIPE,
             text=True,
         )
-        self._reader = threading.Thread(target=self._read)
+        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        listening = wait_for(lambda: re.search(r"listening on (\S+)", self.log), "a bound socket")
-        self.url: str = listening[1]
+        try:
+            found = wait_for(lambda: re.search(r"listening on (\S+)", self.log), "a bound socket")
+        except AssertionError:
+            self.__exit__()
+            raise
+        self.url: str = found[1]
 
     def __enter__(self) -> LiveServer:
         return self

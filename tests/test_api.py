@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,29 +17,35 @@ from app.config import Settings
 from app.engine import Engine
 from app.sequence import StepPlan
 from app.service import LoadedModel, Service
-from app.text import TextCodec
+from app.text import Detokenizer, TextCodec
 
-from .engines import StubModel, stub_engine
+from .engines import StubModel, stub_answer, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
-SETTINGS = Settings(Path(), "127.0.0.1", 0, "cpu", 1, 4, 64, 8, 1000, "info")
+SETTINGS = Settings(Path(), "127.0.0.1", 0, "cpu", 1, 4, 64, 8, 100_000, "info")
 
 
 class StubService(Service):
     """The real service, with a stub engine where it would load a folder."""
 
     stub: StubModel
+    eos_ids: tuple[int, ...] = ()
 
     def _load(self) -> Engine:
-        engine, self.stub = stub_engine()
+        engine, self.stub = stub_engine(eos_ids=self.eos_ids)
         codec = TextCodec(byte_level_tokenizer(), frozenset())
         self._model = LoadedModel("stub", codec, 64, {"model": "stub"})
         return engine
 
 
+# The stub's answer to the prompt "a", token by token.
+ANSWER = stub_answer(byte_level_tokenizer().encode("a"), 64)
+
+
 @pytest.fixture
-def service() -> Iterator[StubService]:
+def service(request: pytest.FixtureRequest) -> Iterator[StubService]:
     service = StubService(SETTINGS)
+    service.eos_ids = getattr(request, "param", ())
     service.bridge.start()
     with gevent.Timeout(20):
         while not service.bridge.is_ready:
@@ -85,9 +92,9 @@ def test_failure_in_mid_stream_is_one_error_event_at_the_end(
     service.stub.change = failing_at(step)
     response = client.post("/generate", json={"prompt": "a", "stream": True, "max_tokens": 20})
     assert response.status_code == 200
-    *pieces, last = events(response.data)
+    *deltas, last = events(response.data)
     assert last["error"]["code"] == "model_failure"
-    assert all("error" not in piece for piece in pieces)
+    assert all("error" not in delta for delta in deltas)
 
 
 def test_failure_in_mid_answer_of_a_plain_request_is_a_500(
@@ -98,11 +105,113 @@ def test_failure_in_mid_answer_of_a_plain_request_is_a_500(
     assert response.status_code == 500
 
 
-def test_server_serves_on_after_a_failure(service: StubService, client: FlaskClient) -> None:
-    service.stub.change = failing_at(0)
-    client.post("/generate", json={"prompt": "a"})
+@pytest.mark.parametrize("num_failures", [1, 2, 5])
+def test_server_serves_on_after_failures(
+    service: StubService, client: FlaskClient, num_failures: int
+) -> None:
+    """Not ready for a probe after two in a row, yet a request that succeeds ends that."""
+
+    def fail(plan: StepPlan, logits: object) -> None:
+        raise RuntimeError
+
+    service.stub.change = fail
+    for _ in range(num_failures):
+        assert client.post("/generate", json={"prompt": "a"}).status_code == 500
+    assert client.get("/health/ready").status_code == (200 if num_failures < 2 else 503)
+    service.stub.change = lambda plan, logits: None
     response = client.post("/generate", json={"prompt": "a", "max_tokens": 3})
     assert response.get_json()["usage"]["completion_tokens"] == 3
+    assert client.get("/health/ready").status_code == 200
+
+
+@pytest.mark.parametrize("service", [(ANSWER[5],)], indirect=True)
+@pytest.mark.parametrize("stream", [False, True])
+def test_end_token_ends_the_answer_and_is_no_text(
+    service: StubService, client: FlaskClient, stream: bool
+) -> None:
+    """This one has a text of its own: it would be seen."""
+    length = ANSWER.index(ANSWER[5])
+    response = client.post("/generate", json={"prompt": "a", "stream": stream})
+    answers = events(response.data) if stream else [response.get_json()]
+    codec = TextCodec(byte_level_tokenizer(), frozenset())
+    assert codec.detokenizer().feed([ANSWER[5]], is_last=True) != ""
+    expected = codec.detokenizer().feed(ANSWER[:length], is_last=True)
+    assert "".join(answer["text"] for answer in answers) == expected
+    assert answers[-1]["finish_reason"] == "stop"
+    assert answers[-1]["usage"]["completion_tokens"] == length + 1
+
+
+def test_fault_in_the_detokenizer_is_one_error_event_and_frees_the_row(
+    service: StubService, client: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feeds = iter(range(100))
+    feed = Detokenizer.feed
+
+    def fail(detokenizer: Detokenizer, ids: list[int], *, is_last: bool = False) -> str:
+        if next(feeds) == 1:
+            raise KeyError("secret detail")
+        return feed(detokenizer, ids, is_last=is_last)
+
+    monkeypatch.setattr(Detokenizer, "feed", fail)
+    # The step waits for the first event to be read, so that the fault comes in mid-stream.
+    first_is_read = threading.Event()
+    service.stub.change = lambda plan, logits: first_is_read.wait(20) if plan.decode else None
+    body = {"prompt": "a", "stream": True, "max_tokens": 40}
+    response = client.post("/generate", json=body, buffered=False)
+    iterator = iter(response.response)
+    received = next(iterator)
+    first_is_read.set()
+    received += b"".join(iterator)
+    assert [list(event) for event in events(received)] == [["text"], ["error"]]
+    assert b"secret" not in received
+    with gevent.Timeout(20):
+        while service.registry.get_sample_value("phi_serve_num_requests_running"):
+            gevent.sleep(0.001)
+
+
+def test_prompt_without_tokens_is_refused(
+    service: StubService, client: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer may drop what it does not know."""
+    monkeypatch.setattr(TextCodec, "encode", lambda *_, **__: [])
+    response = client.post("/generate", json={"prompt": "a"})
+    assert (response.status_code, response.get_json()["error"]["param"]) == (400, "prompt")
+
+
+def test_long_prompt_is_tokenized_off_the_hub(
+    service: StubService, client: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def encode(codec: TextCodec, text: str, *, parse_special: bool) -> list[int]:
+        threads.append(threading.get_ident())
+        return [1]
+
+    monkeypatch.setattr(TextCodec, "encode", encode)
+    for num_characters in (10, 9000):
+        client.post("/generate", json={"prompt": "a" * num_characters, "max_tokens": 1})
+    assert threads[0] == threading.get_ident() != threads[1]
+
+
+def test_every_error_is_counted_by_its_code(service: StubService, client: FlaskClient) -> None:
+    client.get("/nope")
+    client.get("/generate")
+    client.post("/generate", json={})
+    counts = {
+        code: service.registry.get_sample_value(
+            "phi_serve_requests_rejected_total", {"reason": code}
+        )
+        for code in ("not_found", "method_not_allowed", "invalid_value")
+    }
+    assert counts == {"not_found": 1, "method_not_allowed": 1, "invalid_value": 1}
+
+
+def test_path_cannot_forge_a_log_line(
+    client: FlaskClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "app.api"):
+        client.get("/%0aINFO forged")
+    assert [record.getMessage() for record in caplog.records] == ["GET '/\\nINFO forged' 404"]
 
 
 def test_a_bug_in_a_route_gets_a_500_without_a_trace(

@@ -46,9 +46,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def read(stream: TokenStream) -> list[int]:
     with gevent.Timeout(20):
-        deltas = [delta for batch in stream for delta in batch]
-    assert [d.finish_reason is not None for d in deltas] == [False] * (len(deltas) - 1) + [True]
-    return [delta.token_id for delta in deltas if delta.token_id is not None]
+        advances = [advance for batch in stream for advance in batch]
+    assert [d.finish_reason is not None for d in advances] == [False] * (len(advances) - 1) + [True]
+    return [advance.token_id for advance in advances if advance.token_id is not None]
 
 
 def test_every_stream_gets_all_its_tokens_in_order(started: Started) -> None:
@@ -170,9 +170,9 @@ def test_two_failed_steps_in_a_row_end_readiness_until_one_succeeds(started: Sta
     assert bridge.is_ready
 
 
-def test_stop_ends_open_streams_with_an_error(started: Started) -> None:
+def test_stop_aborts_open_streams(started: Started) -> None:
     bridge, _ = started(max_batch_size=1, max_model_len=100_000)
     stream = bridge.submit(greedy("endless", [1], 90_000))
     next(iter(stream))
     bridge.request_stop()
-    assert list(stream)[-1][-1].finish_reason is FinishReason.ERROR
+    assert list(stream)[-1][-1].finish_reason is FinishReason.ABORT

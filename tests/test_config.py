@@ -1,6 +1,6 @@
 """Settings: precedence, and a wrong value told by the name of its variable, before slow imports."""
 
-import os
+import json
 import subprocess
 import sys
 from dataclasses import fields
@@ -10,11 +10,13 @@ from typing import Any
 import click
 import pytest
 
-from app.config import OPTIONS, Settings, available_cpus, read_settings
+from app.config import OPTIONS, Settings, read_settings
 
 ROOT = Path(__file__).parents[1]
 # What takes seconds to import, and what only a server that starts needs.
 SLOW = {"torch", "transformers", "tokenizers", "onnxruntime", "optimum", "gevent", "flask"}
+
+CONTEXT = 131072
 
 DEFAULTS: dict[str, Any] = {
     "model_path": Path("models/default"),
@@ -36,7 +38,7 @@ RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
     "DEVICE": (("cpu", "cpu"), ("cuda", "cuda")),
     "THREADS": (("1", 1), ("1024", 1024)),
     "MAX_BATCH_SIZE": (("1", 1), ("1024", 1024)),
-    "MAX_MODEL_LEN": (("1", 1), ("131072", 131072)),
+    "MAX_MODEL_LEN": (("2", 2), (str(CONTEXT), CONTEXT)),
     "PREFILL_CHUNK": (("1", 1), ("65536", 65536)),
     "MAX_BODY_BYTES": (("1", 1), ("2000000", 2000000)),
     "LOG_LEVEL": (("debug", "debug"), ("error", "error")),
@@ -48,7 +50,7 @@ WRONG: dict[str, list[str]] = {
     "DEVICE": ["gpu", "cuda:0"],
     "THREADS": ["many", "-1", "1025"],
     "MAX_BATCH_SIZE": ["many", "0", "-1", "1025"],
-    "MAX_MODEL_LEN": ["long", "-1", "1e3"],
+    "MAX_MODEL_LEN": ["long", "-1", "1e3", "1", str(CONTEXT + 1)],
     "PREFILL_CHUNK": ["big", "0", "65537"],
     "MAX_BODY_BYTES": ["1MB", "0", "-1"],
     "LOG_LEVEL": ["loud", "10"],
@@ -71,6 +73,8 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("models/default", "one", "two"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "model.onnx").touch()
+        config = json.dumps({"max_position_embeddings": CONTEXT})
+        (tmp_path / folder / "config.json").write_text(config)
     (tmp_path / "no-graph").mkdir()
     monkeypatch.chdir(tmp_path)
     for variable in FLAGS:
@@ -157,11 +161,15 @@ def test_help_exits_0_and_lists_every_variable(capsys: pytest.CaptureFixture[str
     assert [variable for variable in FLAGS if variable not in shown] == []
 
 
-def test_available_cpus_are_those_of_the_process_not_of_the_host(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("content", ["{", "{}"])
+def test_config_that_does_not_tell_the_context_is_named(
+    content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
-    assert available_cpus() == 2
+    Path("one/config.json").write_text(content)
+    with pytest.raises(SystemExit) as exit_:
+        read_settings(["--model", "one"])
+    assert exit_.value.code == 2
+    assert "one/config.json" in capsys.readouterr().err
 
 
 def test_command_with_a_wrong_port_exits_2_before_any_slow_import() -> None:

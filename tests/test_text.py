@@ -44,13 +44,13 @@ untimed = settings(deadline=None)
 
 
 def splits(ids: list[int]) -> Iterator[list[list[int]]]:
-    """All ways to cut `ids` into pieces, in order."""
+    """All ways to cut `ids` into parts, in order."""
     for cuts in itertools.product([False, True], repeat=len(ids) - 1):
         borders = [0, *(place for place, cut in enumerate(cuts, 1) if cut), len(ids)]
         yield [ids[start:end] for start, end in itertools.pairwise(borders)]
 
 
-def pieces_of(detokenizer: Detokenizer, parts: list[list[int]]) -> list[str]:
+def deltas_of(detokenizer: Detokenizer, parts: list[list[int]]) -> list[str]:
     last = len(parts) - 1
     return [detokenizer.feed(part, is_last=i == last) for i, part in enumerate(parts)]
 
@@ -72,21 +72,21 @@ def byte_ids(name: str, text: str) -> list[int]:
 def test_pieces_join_to_the_whole_however_the_ids_are_cut(name: str, text: str) -> None:
     codec = CODECS[name]
     for parts in splits(codec.encode(text)):
-        assert "".join(pieces_of(codec.detokenizer(), parts)) == FRONT[name] + text
+        assert "".join(deltas_of(codec.detokenizer(), parts)) == FRONT[name] + text
 
 
 @both
 def test_half_a_character_is_never_emitted(name: str) -> None:
     codec = CODECS[name]
     for parts in splits(codec.encode(TEXTS[0])):
-        assert "\ufffd" not in "".join(pieces_of(codec.detokenizer(), parts)[:-1])
+        assert "\ufffd" not in "".join(deltas_of(codec.detokenizer(), parts)[:-1])
 
 
 @both
 def test_character_comes_with_its_last_byte(name: str) -> None:
     detokenizer = CODECS[name].detokenizer()
-    pieces = [detokenizer.feed([id_]) for id_ in byte_ids(name, "\U0001f642")]
-    assert pieces == ["", "", "", "\U0001f642"]
+    deltas = [detokenizer.feed([id_]) for id_ in byte_ids(name, "\U0001f642")]
+    assert deltas == ["", "", "", "\U0001f642"]
 
 
 @both
@@ -102,8 +102,8 @@ def test_character_left_unfinished_becomes_one_replacement_at_the_end(
     name: str, num_bytes: int
 ) -> None:
     for parts in splits(byte_ids(name, "\U0001f642")[:num_bytes]):
-        pieces = pieces_of(CODECS[name].detokenizer(), parts)
-        assert pieces == [""] * (len(parts) - 1) + ["\ufffd"]
+        deltas = deltas_of(CODECS[name].detokenizer(), parts)
+        assert deltas == [""] * (len(parts) - 1) + ["\ufffd"]
 
 
 @both
@@ -135,7 +135,7 @@ def test_any_bytes_read_as_utf8_with_replacements(name: str, data: bytes, cuts: 
     ids = [table.index(bytes([byte])) for byte in data]
     borders = [0, *sorted(cuts), len(ids)]
     parts = [ids[start:end] for start, end in itertools.pairwise(borders)]
-    joined = "".join(pieces_of(CODECS[name].detokenizer(), parts))
+    joined = "".join(deltas_of(CODECS[name].detokenizer(), parts))
     assert joined == data.decode("utf-8", errors="replace")
 
 

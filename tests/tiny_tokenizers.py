@@ -46,8 +46,7 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
         bos_token="<s>",
         eos_token="<|endoftext|>",
         pad_token="<|endoftext|>",
-        unk_token="<unk>",
-        additional_special_tokens=PHI3_SPECIALS[1:],
+        unk_token="<unk>",  # <|end|> and the like have no role, as in Phi-3's own files
         chat_template=PHI3_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )

@@ -1,0 +1,57 @@
+"""What this process may use of its machine: a container's share, not the host's size.
+
+Reads the affinity mask and the cgroup's files, version 2 and version 1 (kernel.org, "Control Group
+v2"; "CFS Bandwidth Control").
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_cpus(cgroup: Path = CGROUP) -> int:
+    """CPUs in the affinity mask, and no more than the cgroup's quota rounded up; at least 1."""
+    # Not every system has affinity masks (macOS).
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, math.ceil(min(allowed or 1, _cpu_quota(cgroup))))
+
+
+def available_memory(cgroup: Path = CGROUP) -> int:
+    """Bytes that this process could still take: what the host has free, within the cgroup's
+    limit."""
+    free = psutil.virtual_memory().available
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        limit, used = _number(cgroup / limit_file), _number(cgroup / used_file)
+        if limit is not None and used is not None:
+            free = min(free, int(max(0, limit - used)))
+    return free
+
+
+def _cpu_quota(cgroup: Path) -> float:
+    """CPUs' worth of time that the cgroup may use; infinite without a limit."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    quota_us = _number(cgroup / "cpu/cpu.cfs_quota_us")
+    period_us = _number(cgroup / "cpu/cpu.cfs_period_us")
+    if not quota_us or not period_us or quota_us < 0:  # -1: no limit
+        return math.inf
+    return quota_us / period_us
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # absent, or "max"
+        return None

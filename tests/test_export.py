@@ -1,0 +1,150 @@
+"""From source to folder: what is refused, what is written. Logits are compared in test_model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from quantize.errors import QuantizeError
+from quantize.export import MODEL_FILE, export_fused, set_sliding_window
+from quantize.record import tool_versions
+
+from .conftest import TinyModel
+from .live import ROOT
+from .tiny import CONTEXT, make_llama
+
+
+def edit_config(folder: Path, **fields: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return folder
+
+
+def run_quantize(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "quantize", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_command_builds_a_whole_folder_and_nothing_else(tmp_path: Path) -> None:
+    source = make_llama(tmp_path / "source")
+    output = tmp_path / "out" / "tiny"
+    result = run_quantize(str(source), "--output", str(output), "--precision", "int8")
+    assert result.returncode == 0, result.stderr
+    names = {path.name for path in output.iterdir()}
+    assert names >= {"model.onnx", "model.onnx.data", "config.json", "generation_config.json"}
+    assert names >= {"tokenizer.json", "chat_template.jinja", "quantization.json"}
+    assert {path.name for path in output.parent.iterdir()} == {"tiny", ".cache"}
+    record = json.loads((output / "quantization.json").read_text())
+    assert (record["name"], record["precision"]) == ("source", "int8")
+    assert record["quantization"]["matrices"] == 2 * 5 + 1
+
+
+def test_int8_quantizes_every_matrix_with_the_parameters_recorded(
+    tiny_llama: TinyModel, tmp_path: Path
+) -> None:
+    output = tmp_path / "int8"
+    run_quantize(str(tiny_llama.source), "--output", str(output), "--precision", "int8")
+    graph = onnx.load(output / MODEL_FILE, load_external_data=False).graph
+    assert not [node.name for node in graph.node if node.op_type == "MatMul"]
+    quantized = [node for node in graph.node if node.op_type == "MatMulNBits"]
+    parameters = [{a.name: a.i for a in node.attribute} for node in quantized]
+    expected = {"bits": 8, "block_size": 32, "accuracy_level": 4}
+    assert all(expected.items() <= found.items() for found in parameters)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model_type": "nope"}, "nope"),
+        ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM"),
+        ({"vocab_size": 160}, "LM head"),  # as wide as the intermediate layer
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            "rope_scaling",
+        ),
+    ],
+    ids=["unknown model type", "unknown architecture", "ambiguous LM head", "longrope"],
+)
+def test_model_that_would_come_out_wrong_is_refused_and_leaves_nothing(
+    fields: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    source = edit_config(make_llama(tmp_path / "source"), **fields)
+    output = tmp_path / "out" / "tiny"
+    result = run_quantize(str(source), "--output", str(output))
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert says in result.stderr
+    assert {path.name for path in output.parent.iterdir()} == {".cache"}
+
+
+def test_generation_config_is_taken_as_it_is(tmp_path: Path) -> None:
+    """transformers refuses to save this one: a temperature without sampling."""
+    source = make_llama(tmp_path / "source")
+    written = '{"temperature": 0.5, "do_sample": false, "eos_token_id": [1, 262]}'
+    (source / "generation_config.json").write_text(written)
+    output = tmp_path / "tiny"
+    result = run_quantize(str(source), "--output", str(output), "--precision", "fp32")
+    assert result.returncode == 0, result.stderr
+    assert (output / "generation_config.json").read_text() == written
+
+
+def test_stages_are_told_while_they_run(tmp_path: Path) -> None:
+    source = make_llama(tmp_path / "source")
+    (tmp_path / "folder").mkdir()
+    lines: list[str] = []
+    export_fused(source, tmp_path / "folder", lines.append)
+    layers = [line for line in lines if line.startswith("Reading layer")]
+    assert layers == ["Reading layer 0", "Reading layer 1"]
+
+
+def graph_with_windows(*windows: int) -> onnx.GraphProto:
+    nodes = [
+        helper.make_node("GroupQueryAttention", ["x"], [f"y{i}"], local_window_size=window)
+        for i, window in enumerate(windows)
+    ]
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    return helper.make_graph(nodes, "graph", [value], [])
+
+
+def windows_of(graph: onnx.GraphProto) -> list[int]:
+    return [a.i for node in graph.node for a in node.attribute if a.name == "local_window_size"]
+
+
+@pytest.mark.parametrize(
+    ("before", "sliding_window", "after"),
+    [((-1, -1), 2047, [2047, 2047]), ((-1, -1), None, [-1, -1]), ((512, -1), 512, [512, -1])],
+    ids=["left out by the builder", "no window", "set by the builder layer by layer"],
+)
+def test_window_is_set_where_the_builder_left_it_out(
+    before: tuple[int, ...], sliding_window: int | None, after: list[int]
+) -> None:
+    graph = graph_with_windows(*before)
+    config = SimpleNamespace(sliding_window=sliding_window, layer_types=None)
+    set_sliding_window(graph, config)  # type: ignore[arg-type]
+    assert windows_of(graph) == after
+
+
+def test_window_in_some_layers_only_is_refused() -> None:
+    layer_types = ["sliding_attention", "full_attention"]
+    config = SimpleNamespace(sliding_window=CONTEXT, layer_types=layer_types)
+    with pytest.raises(QuantizeError, match="some of its layers"):
+        set_sliding_window(graph_with_windows(-1, -1), config)  # type: ignore[arg-type]
+
+
+def test_record_names_the_runtime_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU wheel is another distribution of the same package."""
+    installed = [
+        SimpleNamespace(metadata={"Name": name}, version="1.26.0")
+        for name in ("onnxruntime-gpu", "somebody-elses")
+    ]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: installed)
+    assert tool_versions() == {"onnxruntime-gpu": "1.26.0"}
