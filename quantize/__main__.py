@@ -8,12 +8,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 from tqdm import tqdm
 
 from .errors import QuantizeError
+from .floor import Floor
+from .gate import Gate
 from .publish import Workplace
 from .sources import Source, resolve
 
@@ -21,6 +23,7 @@ from .sources import Source, resolve
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+_FLOOR = Floor()
 _WHY_INT8 = "8-bit weights with a scale per 32: nearly the fp32 answers, smaller and faster"
 
 
@@ -34,9 +37,31 @@ _WHY_INT8 = "8-bit weights with a scale per 32: nearly the fp32 answers, smaller
     show_default=True,
     help="auto takes int8 (8-bit weights, MatMulNBits).",
 )
+@click.option("--max-kl", default=_FLOOR.max_mean_kl, show_default=True, help="Gate: mean KL.")
+@click.option(
+    "--min-top1", default=_FLOOR.min_top1_agreement, show_default=True, help="Gate: agreement."
+)
+@click.option(
+    "--max-perplexity-ratio", default=_FLOOR.max_perplexity_ratio, show_default=True, help="Gate."
+)
+@click.option("--allow-quality-loss", is_flag=True, help="Publish below the gate's floor, too.")
 @click.option("--force", is_flag=True, help="Replace the output folder if it exists.")
-def main(model: str, output: Path, precision: str, force: bool) -> None:
-    """Builds a model folder from MODEL: 'default', a Hugging Face folder or a .gguf file."""
+def main(
+    model: str,
+    output: Path,
+    precision: str,
+    max_kl: float,
+    min_top1: float,
+    max_perplexity_ratio: float,
+    allow_quality_loss: bool,
+    force: bool,
+) -> None:
+    """Builds a model folder from MODEL: 'default', a Hugging Face folder or a .gguf file.
+
+    A quantized model is compared with the unquantized one on a text that comes along, and not
+    published if it differs by more than the gate allows.
+    """
+    gate = Gate(Floor(max_kl, min_top1, max_perplexity_ratio), allow_quality_loss)
     if precision == "auto":
         precision = "int8"
         click.echo(f"precision int8: {_WHY_INT8}")
@@ -44,7 +69,7 @@ def main(model: str, output: Path, precision: str, force: bool) -> None:
     try:
         with Workplace(output, replace=force) as workplace:
             with resolve(model, workplace.cache, workplace.scratch) as source:
-                build(source, workplace.folder, precision)
+                build(source, workplace.folder, precision, gate)
             workplace.publish()
     except QuantizeError as error:
         click.echo(f"quantize: {error}", err=True)
@@ -53,8 +78,11 @@ def main(model: str, output: Path, precision: str, force: bool) -> None:
     click.echo(f"{output}: {size / 1e6:,.0f} MB in {time.monotonic() - started_at:.0f} s")
 
 
-def build(source: Source, folder: Path, precision: str) -> None:
-    """Exports `source` and writes everything that the server needs into `folder`."""
+def build(source: Source, folder: Path, precision: str, gate: Gate | None) -> None:
+    """Exports `source` and writes everything that the server needs into `folder`.
+
+    Raises QualityTooLow if the quantized graph does not pass `gate`.
+    """
     # Imported here: they take seconds, and a wrong argument should be told at once.
     from . import record
     from .export import export_fused, read_config
@@ -62,17 +90,21 @@ def build(source: Source, folder: Path, precision: str) -> None:
 
     num_layers = read_config(source.folder).num_hidden_layers
     num_quantized = 0
-    bar: tqdm[NoReturn]
-    with tqdm(total=num_layers, unit="layer", mininterval=0.5) as bar:
-        if precision == "fp32":
-            export_fused(source.folder, folder, _on(bar))
-        else:
-            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fp32-") as plain:
-                export_fused(source.folder, Path(plain), _on(bar))
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="fp32-") as plain:
+        bar: tqdm[NoReturn]
+        with tqdm(total=num_layers, unit="layer", mininterval=0.5) as bar:
+            export_fused(source.folder, Path(plain), _on(bar))
+            if precision == "int8":
                 bar.set_description("quantizing to int8")
                 num_quantized = quantize_int8(Path(plain), folder)
-        bar.set_description("done")
-    record.write(source, folder, precision, num_quantized)
+            bar.set_description("done")
+        if precision == "fp32":
+            for file in Path(plain).iterdir():
+                file.rename(folder / file.name)
+        elif gate is not None:
+            found = gate.judge(source.folder, Path(plain), folder)
+    record.write(source, folder, precision, num_quantized, found)
 
 
 def _on(bar: tqdm[NoReturn]) -> Callable[[str], None]:

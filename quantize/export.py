@@ -19,9 +19,9 @@ import onnx
 from onnx import TensorProto, helper
 from transformers import AutoConfig, PretrainedConfig
 
+from . import MODEL_FILE
 from .errors import QuantizeError
 
-MODEL_FILE = "model.onnx"
 _LM_HEAD = "/lm_head/MatMul"
 _SEQLENS_K = "/model/attn_mask_reformat/attn_mask_subgraph/Sub/Cast/output_0"
 

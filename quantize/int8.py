@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-from .export import MODEL_FILE
+from . import MODEL_FILE
 
 BLOCK_SIZE = 32
 ACCURACY_LEVEL = 4  # activations as int8 inside the kernel: the fast path on CPU

@@ -6,19 +6,22 @@ import importlib.metadata
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig
 
-from . import int8
-from .export import MODEL_FILE, read_config
+from . import MODEL_FILE, int8
+from .export import read_config
 from .sources import Source
 
 # One of the two wheels of ONNX Runtime is installed.
 _TOOLS = ("onnx", "onnxruntime", "onnxruntime-gpu", "onnxruntime-genai", "torch", "transformers")
 
 
-def write(source: Source, folder: Path, precision: str, num_quantized: int) -> None:
-    """Writes them into `folder`, which holds the graph already."""
+def write(
+    source: Source, folder: Path, precision: str, num_quantized: int, gate: dict[str, Any]
+) -> None:
+    """Writes them into `folder`, which holds the graph already. `gate` is what the gate found."""
     config = read_config(source.folder)
     config.save_pretrained(folder)
     generation = source.folder / "generation_config.json"
@@ -45,6 +48,7 @@ def write(source: Source, folder: Path, precision: str, num_quantized: int) -> N
             "accuracy_level": int8.ACCURACY_LEVEL,
             "matrices": num_quantized,
         }
+        record["gate"] = gate
     (folder / "quantization.json").write_text(json.dumps(record, indent=2) + "\n")
 
 

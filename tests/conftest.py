@@ -40,7 +40,7 @@ def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Build:
         folder = root / "folder"
         folder.mkdir()
         with resolve(str(source), root / "cache", root) as resolved:
-            build(resolved, folder, precision)
+            build(resolved, folder, precision, gate=None)
         return folder
 
     return make

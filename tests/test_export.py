@@ -14,8 +14,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from quantize import MODEL_FILE
 from quantize.errors import QuantizeError
-from quantize.export import MODEL_FILE, export_fused, set_sliding_window
+from quantize.export import export_fused, set_sliding_window
 from quantize.record import tool_versions
 
 from .conftest import TinyModel

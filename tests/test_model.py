@@ -17,7 +17,7 @@ from app.errors import UnservableModel
 from app.kv_cache import KVCache
 from app.model import OnnxModel, inspect_graph, provider_warnings
 from app.sequence import PrefillChunk, Sequence, StepPlan
-from quantize.export import MODEL_FILE
+from quantize import MODEL_FILE
 
 from .conftest import Build, TinyModel
 from .engines import greedy, real_engine, run

@@ -1,0 +1,67 @@
+"""Does a quantized graph still say what the fp32 graph says?
+
+Both read a text that ships with the project (public-domain English and Chinese, and code of our
+own), in 16 rows, token by token as the server decodes, and their next-token distributions are
+compared at every position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from .decoding import Decoding
+from .floor import Quality
+
+TEXTS = Path(__file__).parent / "gate_text"
+NUM_ROWS = 16
+
+
+def gate_ids(tokenizer: PreTrainedTokenizerBase, max_len: int) -> NDArray[np.int64]:
+    """The shipped text as (NUM_ROWS, tokens), each row a part of it, `max_len` long at most."""
+    ids: list[int] = []
+    for path in sorted(TEXTS.glob("*.txt")):
+        ids += tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False)
+    width = min(len(ids) // NUM_ROWS, max_len)
+    return np.array(ids[: NUM_ROWS * width], np.int64).reshape(NUM_ROWS, width)
+
+
+def compare(
+    reference: Path,
+    candidate: Path,
+    ids: NDArray[np.int64],  # (rows, tokens)
+    on_step: Callable[[], object] = lambda: None,
+) -> Quality:
+    """Both graphs read `ids` in lockstep; `on_step` is called after each of its columns."""
+    rows, num_tokens = ids.shape
+    ours, theirs = (Decoding(folder, rows, num_tokens) for folder in (candidate, reference))
+    kl = nll = reference_nll = 0.0
+    agreed = 0
+    each = np.arange(rows)
+    for column in range(num_tokens - 1):
+        q = _log_softmax(ours.feed(ids[:, column : column + 1]))
+        p = _log_softmax(theirs.feed(ids[:, column : column + 1]))
+        following = ids[:, column + 1]
+        kl += float((p.exp() * (p - q)).sum())
+        nll -= float(q[each, following].sum())
+        reference_nll -= float(p[each, following].sum())
+        agreed += int((p.argmax(1) == q.argmax(1)).sum())
+        on_step()
+    total = rows * (num_tokens - 1)
+    return Quality(
+        num_tokens=total,
+        perplexity=math.exp(nll / total),
+        reference_perplexity=math.exp(reference_nll / total),
+        mean_kl=kl / total,
+        top1_agreement=agreed / total,
+    )
+
+
+def _log_softmax(logits: NDArray[np.float32]) -> torch.Tensor:
+    return torch.log_softmax(torch.from_numpy(logits), dim=1)

@@ -1,0 +1,83 @@
+"""Speed and memory of a graph, in a process of its own: `python -m quantize.speed FOLDER TOKENS`.
+
+A process of its own, because peak memory is a property of the process. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from .decoding import Decoding
+from .errors import QuantizeError
+
+_STEPS = 12
+
+
+def measure(folder: Path, num_tokens: int) -> dict[str, float]:
+    """Tokens/s of a prefill of `num_tokens` and of decoding 1 and 16 rows with half as many in the
+    cache, medians; peak resident memory in bytes."""
+    result: dict[str, float] = {}
+    for rows in (1, 16):
+        decoding = Decoding(folder, rows, num_tokens)
+        decoding.feed(np.ones((rows, num_tokens // 2), np.int64))
+        seconds = []
+        for _ in range(_STEPS):
+            seconds.append(_timed(decoding, np.ones((rows, 1), np.int64)))
+        result[f"decode_{rows}_tokens_per_second"] = round(rows / statistics.median(seconds), 1)
+    decoding = Decoding(folder, 1, num_tokens)
+    seconds = []
+    for _ in range(4):
+        decoding.rewind(0)
+        seconds.append(_timed(decoding, np.ones((1, num_tokens), np.int64)))
+    result["prefill_tokens_per_second"] = round(num_tokens / statistics.median(seconds), 1)
+    result["peak_memory_bytes"] = _peak_memory()
+    return result
+
+
+def _peak_memory() -> int:
+    """Bytes. From Linux's own file where it is, for `ru_maxrss` of a child begins with the peak of
+    the process that started it."""
+    status = Path("/proc/self/status")
+    if status.is_file() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return 1024 * int(found[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _timed(decoding: Decoding, ids: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> float:
+    started_at = time.perf_counter()
+    decoding.feed(ids)
+    return time.perf_counter() - started_at
+
+
+def measure_in_turns(
+    folders: dict[str, Path], num_tokens: int, repeats: int = 2
+) -> dict[str, dict[str, float]]:
+    """`measure` of each folder in its own process, in turns; medians over the repeats."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in folders}
+    for _ in range(repeats):
+        for name, folder in folders.items():
+            command = [sys.executable, "-m", "quantize.speed", str(folder.resolve())]
+            command.append(str(num_tokens))
+            # The package may not be installed: it is found where this one was.
+            root = Path(__file__).parents[1]
+            run = subprocess.run(command, cwd=root, capture_output=True, text=True)
+            if run.returncode:
+                raise QuantizeError(f"{folder} cannot be measured: {run.stderr[-400:]}")
+            runs[name].append(json.loads(run.stdout))
+    return {
+        name: {key: statistics.median(run[key] for run in found) for key in found[0]}
+        for name, found in runs.items()
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(Path(sys.argv[1]), int(sys.argv[2]))))
