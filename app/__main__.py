@@ -30,6 +30,7 @@ def main() -> int:
     from .api import create_app
     from .bridge import State
     from .edge import bind
+    from .errors import WrongSetting
     from .service import Service
 
     service = Service(settings)
@@ -47,7 +48,7 @@ def main() -> int:
     server.stop(timeout=1)
     if service.bridge.state is State.FAILED:
         print(f"cannot serve: {service.bridge.failure}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(service.bridge.failure, WrongSetting) else 1
     return 0
 
 

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import gevent
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 # long; measured (DESIGN 6): health p99 falls with it.
 _SWITCH_INTERVAL_SECONDS = 0.0005
 _STOP_SECONDS = 10.0
+_RETEST_SECONDS = 1.0
 
 
 P = ParamSpec("P")
@@ -92,7 +94,7 @@ class Bridge:
     def is_ready(self) -> bool:
         """The engine has produced a token, and its last two steps have not both failed."""
         engine = self._engine
-        return self.state is State.READY and engine is not None and engine.num_failed_steps < 2
+        return self.state is State.READY and engine is not None and not engine.has_failed
 
     @property
     def why_not_ready(self) -> str:
@@ -114,14 +116,10 @@ class Bridge:
         self._inbox.put(sequence)
         return stream
 
-    def off_hub(self, function: Callable[P, T]) -> Callable[P, T]:
-        """`function` run on a native thread; the hub turns meanwhile."""
-
-        def run(*arguments: P.args, **options: P.kwargs) -> T:
-            result: T = gevent.get_hub().threadpool.apply(function, arguments, options)
-            return result
-
-        return run
+    def off_hub(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        """Runs `function` on a native thread; the hub turns meanwhile."""
+        result: T = gevent.get_hub().threadpool.apply(function, arguments, options)
+        return result
 
     def request_stop(self) -> None:
         """Ends the engine thread after its current step; `ended` tells when it has.
@@ -129,6 +127,8 @@ class Bridge:
         A load cannot be interrupted and is not waited for; nor is a step for more than
         `_STOP_SECONDS`.
         """
+        if self.state not in (State.LOADING, State.READY):
+            return  # a second signal, or a failure that is being told already
         was_loading = self.state is State.LOADING
         self.state = State.STOPPED
         self._inbox.put(None)
@@ -189,11 +189,16 @@ class Bridge:
         """Moves new sequences into the engine, waiting for one if it is idle; False to stop."""
         try:
             while True:
-                sequence = self._inbox.get(block=engine.is_idle)
+                # Where it is not ready, no request comes that could show that it works again.
+                timeout = _RETEST_SECONDS if engine.has_failed else None
+                sequence = self._inbox.get(engine.is_idle, timeout)
                 if sequence is None:
                     return False
                 engine.submit(sequence)
         except queue.Empty:
+            if engine.is_idle:
+                with suppress(RuntimeError):
+                    engine.self_test()
             return True
 
     def _post(self, item: list[Advance] | State) -> None:

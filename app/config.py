@@ -51,7 +51,9 @@ def _check(**values: Any) -> Settings:
     config = settings.model_path / "config.json"
     try:
         context = json.loads(config.read_text())["max_position_embeddings"]
-    except (OSError, ValueError, KeyError) as error:
+        if not isinstance(context, int) or context < 2:
+            raise ValueError(f"max_position_embeddings is {context!r}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise click.BadParameter(
             f"{config} does not tell the model's context: {error!r}",
             param_hint="'--model' (env var: 'MODEL_PATH')",

@@ -59,11 +59,16 @@ class Engine:
         self._scheduler = scheduler
         self._observer = observer
         self._clock = clock
-        self.num_failed_steps = 0  # in a row
+        self._num_failed_steps = 0  # in a row
 
     @property
     def is_idle(self) -> bool:
         return self._scheduler.is_idle
+
+    @property
+    def has_failed(self) -> bool:
+        """The last two steps or more have failed."""
+        return self._num_failed_steps >= 2
 
     def submit(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
@@ -78,9 +83,9 @@ class Engine:
         try:
             advances = self._scheduler.commit(plan, self._run(plan))
             if not plan.is_empty:
-                self.num_failed_steps = 0
+                self._num_failed_steps = 0
         except Exception as error:
-            self.num_failed_steps += 1
+            self._num_failed_steps += 1
             advances = self._scheduler.fail(plan, f"the model run failed: {type(error).__name__}")
             log.exception("step failed: %d sequences end with an error", len(advances))
         self._observe(plan, advances, started_at)
@@ -117,6 +122,7 @@ class Engine:
         self.submit(probe)
         while not probe.is_finished:
             self.step()
+        self.step()  # drops its row
         self._observer = observer
         if probe.error is not None:
             raise RuntimeError(f"the self-test failed: {probe.error}")

@@ -9,6 +9,7 @@
     |-- NotReady              503  loading, failed or shutting down
     `-- ModelFailure          500  the model run failed for this request
     UnservableModel           the folder cannot be served correctly; ends the process at start
+    `-- WrongSetting          a setting asks for what this machine or model cannot do
 
 Each class holds its HTTP status and its `type` and `code` in OpenAI's error shape.
 """
@@ -82,3 +83,7 @@ class ModelFailure(ServeError):
 
 class UnservableModel(Exception):
     """The model folder cannot be served correctly; the message is the whole report."""
+
+
+class WrongSetting(UnservableModel):
+    """A setting that only the loaded model could refuse; the message names its variable."""

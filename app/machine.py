@@ -26,13 +26,20 @@ def available_memory(cgroup: Path = CGROUP) -> int:
     """Bytes that this process could still take: what the host has free, within the cgroup's
     limit."""
     free = psutil.virtual_memory().available
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit_file, used_file, stat_file, cache in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
     ):
         limit, used = _number(cgroup / limit_file), _number(cgroup / used_file)
         if limit is not None and used is not None:
-            free = min(free, int(max(0, limit - used)))
+            # Files read long ago count as used, but make room at once.
+            used -= _statistic(cgroup / stat_file, cache)
+            free = min(free, max(0, limit - used))
     return free
 
 
@@ -48,6 +55,14 @@ def _cpu_quota(cgroup: Path) -> float:
     if not quota_us or not period_us or quota_us < 0:  # -1: no limit
         return math.inf
     return quota_us / period_us
+
+
+def _statistic(path: Path, name: str) -> int:
+    try:
+        values = dict(line.split() for line in path.read_text().splitlines())
+        return int(values.get(name, 0))
+    except (OSError, ValueError):
+        return 0
 
 
 def _number(path: Path) -> int | None:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from optimum.onnxruntime import ORTModelForCausalLM
 
-from .errors import UnservableModel
+from .errors import UnservableModel, WrongSetting
 from .kv_cache import KVCache, KVShape
 from .machine import available_memory
 from .sequence import StepPlan
@@ -62,15 +62,15 @@ class OnnxModel:
     def load(cls, folder: Path, device: str, num_threads: int) -> OnnxModel:
         """Loads `folder` on `device` ("auto", "cpu" or "cuda").
 
-        Raises UnservableModel for a graph that cannot be served correctly, or when "cuda" was
-        asked for and the session is not on it.
+        Raises UnservableModel for a graph that cannot be served correctly, WrongSetting when
+        "cuda" was asked for and the session is not on it.
         """
         available = ort.get_available_providers()
         provider = "CPUExecutionProvider"
         if device == "cuda" or (device == "auto" and "CUDAExecutionProvider" in available):
             provider = "CUDAExecutionProvider"
         if provider not in available:
-            raise UnservableModel(
+            raise WrongSetting(
                 f"DEVICE={device}: this onnxruntime has no {provider} (it has "
                 f"{', '.join(available)}); install requirements-gpu.txt"
             )
@@ -94,7 +94,7 @@ class OnnxModel:
         model = cls(loaded.session, loaded.config.max_position_embeddings)
         model.warnings = provider_warnings(provider, model.provider, model.spec.kv.dtype)
         if device == "cuda" and model.device.type != "cuda":
-            raise UnservableModel(f"DEVICE=cuda: {model.warnings[0]}")
+            raise WrongSetting(f"DEVICE=cuda: {model.warnings[0]}")
         for warning in model.warnings:
             log.warning(warning)
         return model

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from .bridge import Bridge, State
 from .completion import Completion
 from .config import Settings
-from .errors import InvalidRequest, NotReady, UnservableModel
+from .errors import InvalidRequest, NotReady, UnservableModel, WrongSetting
 from .machine import available_cpus
 from .metrics import Metrics
 from .protocol import GenerateRequest, resolve_max_tokens
@@ -57,7 +57,7 @@ class Service:
     def model(self) -> LoadedModel:
         """Raises NotReady until the model is loaded and has produced a token.
 
-        Failed steps do not count here: only a request that succeeds can end such a spell.
+        Failed steps do not count here: the next request may well succeed.
         """
         if self._model is None or self.bridge.state is not State.READY:
             raise NotReady(self.bridge.why_not_ready)
@@ -65,12 +65,13 @@ class Service:
 
     def submit(self, request: GenerateRequest) -> Completion:
         """Tokenizes and queues a request. Raises InvalidRequest if it does not fit."""
-        model = self.model
+        model, arrived_at = self.model, time.monotonic()
         # A long prompt takes long to tokenize: not on the hub, where it would stall every stream.
-        encode = model.codec.encode
-        if len(request.prompt) > _LONG_PROMPT:
-            encode = self.bridge.off_hub(encode)
-        prompt_ids = encode(request.prompt, parse_special=request.parse_special)
+        encode, text, raw = model.codec.encode, request.prompt, request.parse_special
+        if len(text) > _LONG_PROMPT:
+            prompt_ids = self.bridge.off_hub(encode, text, parse_special=raw)
+        else:
+            prompt_ids = encode(text, parse_special=raw)
         if not prompt_ids:
             raise InvalidRequest("prompt: it has no tokens", param="prompt")
         max_tokens = resolve_max_tokens(request, len(prompt_ids), model.max_model_len)
@@ -78,7 +79,7 @@ class Service:
             request_id=f"gen-{uuid.uuid4().hex}",
             prompt_ids=prompt_ids,
             params=request.sampling_params(max_tokens),
-            arrived_at=time.monotonic(),
+            arrived_at=arrived_at,
         )
         return Completion(self.bridge.submit(sequence), model.codec.detokenizer())
 
@@ -106,7 +107,7 @@ class Service:
             max_rows=settings.max_batch_size,
         )
         if budget.num_rows < 1:
-            raise UnservableModel(
+            raise WrongSetting(
                 f"the KV cache of one request of {max_len} tokens takes {budget.bytes_per_row:,} "
                 f"bytes, and {budget.num_bytes:,} can be had: lower MAX_MODEL_LEN"
             )

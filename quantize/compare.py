@@ -56,11 +56,15 @@ def compare(
     total = rows * (num_tokens - 1)
     return Quality(
         num_tokens=total,
-        perplexity=math.exp(nll / total),
-        reference_perplexity=math.exp(reference_nll / total),
+        perplexity=_perplexity(nll / total),
+        reference_perplexity=_perplexity(reference_nll / total),
         mean_kl=kl / total,
         top1_agreement=agreed / total,
     )
+
+
+def _perplexity(nll: float) -> float:
+    return math.exp(nll) if nll < 700 else math.inf  # beyond, exp overflows
 
 
 def _log_softmax(logits: NDArray[np.float32]) -> torch.Tensor:

@@ -91,8 +91,8 @@ def _check_folder(folder: Path) -> None:
         raise QuantizeError(f"{folder} is no Hugging Face folder: config.json is missing")
     if not any(name.endswith(".safetensors") for name in names):
         raise QuantizeError(f"{folder} holds no .safetensors weights")
-    if not names & {"tokenizer.json", "tokenizer.model"}:
-        raise QuantizeError(f"{folder} holds no tokenizer (tokenizer.json or tokenizer.model)")
+    if "tokenizer.json" not in names:
+        raise QuantizeError(f"{folder} holds no fast tokenizer: tokenizer.json is missing")
 
 
 @contextmanager

@@ -20,27 +20,37 @@ from .decoding import Decoding
 from .errors import QuantizeError
 
 _STEPS = 12
+_PREFILLS = 4
 
 
 def measure(folder: Path, num_tokens: int) -> dict[str, float]:
     """Tokens/s of a prefill of `num_tokens` and of decoding 1 and 16 rows with half as many in the
-    cache, medians; peak resident memory in bytes."""
-    result: dict[str, float] = {}
-    for rows in (1, 16):
-        decoding = Decoding(folder, rows, num_tokens)
-        decoding.feed(np.ones((rows, num_tokens // 2), np.int64))
-        seconds = []
-        for _ in range(_STEPS):
-            seconds.append(_timed(decoding, np.ones((rows, 1), np.int64)))
-        result[f"decode_{rows}_tokens_per_second"] = round(rows / statistics.median(seconds), 1)
+    cache, medians; peak resident memory in bytes, with one session at a time."""
+    return {
+        "prefill_tokens_per_second": _prefill_rate(folder, num_tokens),
+        "decode_1_tokens_per_second": _decode_rate(folder, num_tokens, rows=1),
+        "decode_16_tokens_per_second": _decode_rate(folder, num_tokens, rows=16),
+        "peak_memory_bytes": _peak_memory(),
+    }
+
+
+def _prefill_rate(folder: Path, num_tokens: int) -> float:
     decoding = Decoding(folder, 1, num_tokens)
+    prompt = np.ones((1, num_tokens), np.int64)
     seconds = []
-    for _ in range(4):
+    for _ in range(_PREFILLS):
         decoding.rewind(0)
-        seconds.append(_timed(decoding, np.ones((1, num_tokens), np.int64)))
-    result["prefill_tokens_per_second"] = round(num_tokens / statistics.median(seconds), 1)
-    result["peak_memory_bytes"] = _peak_memory()
-    return result
+        seconds.append(_timed(decoding, prompt))
+    return round(num_tokens / statistics.median(seconds), 1)
+
+
+def _decode_rate(folder: Path, num_tokens: int, rows: int) -> float:
+    decoding = Decoding(folder, rows, num_tokens)
+    num_cached = num_tokens // 2
+    decoding.feed(np.ones((rows, num_cached), np.int64))
+    num_steps = min(_STEPS, num_tokens - num_cached)
+    seconds = [_timed(decoding, np.ones((rows, 1), np.int64)) for _ in range(num_steps)]
+    return round(rows / statistics.median(seconds), 1)
 
 
 def _peak_memory() -> int:

@@ -33,7 +33,7 @@ class TokenCache:
 
 
 class StubModel:
-    """Next token = hash of the row's ids. `before` may raise, block or change the logits."""
+    """Next token = hash of the row's ids. `change` may raise, block or change the logits."""
 
     def __init__(self) -> None:
         self.plans: list[StepPlan] = []

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gevent
@@ -191,6 +192,25 @@ def test_long_prompt_is_tokenized_off_the_hub(
     for num_characters in (10, 9000):
         client.post("/generate", json={"prompt": "a" * num_characters, "max_tokens": 1})
     assert threads[0] == threading.get_ident() != threads[1]
+
+
+def test_arrival_is_stamped_before_the_prompt_is_tokenized(
+    service: StubService, client: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def encode(codec: TextCodec, text: str, *, parse_special: bool) -> list[int]:
+        order.append("encode")
+        return [1]
+
+    def monotonic() -> float:
+        order.append("clock")
+        return 1.0
+
+    monkeypatch.setattr(TextCodec, "encode", encode)
+    monkeypatch.setattr("app.service.time", SimpleNamespace(monotonic=monotonic))
+    client.post("/generate", json={"prompt": "a", "max_tokens": 1})
+    assert order == ["clock", "encode"]
 
 
 def test_every_error_is_counted_by_its_code(service: StubService, client: FlaskClient) -> None:

@@ -155,7 +155,11 @@ def test_death_of_the_engine_thread_ends_every_stream(started: Started) -> None:
     assert not bridge.is_ready
 
 
-def test_two_failed_steps_in_a_row_end_readiness_until_one_succeeds(started: Started) -> None:
+def test_two_failed_steps_in_a_row_end_readiness_until_a_self_test_succeeds(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no request comes any more, for nobody sends one to a server that is not ready."""
+    monkeypatch.setattr("app.bridge._RETEST_SECONDS", 0.001)
     bridge, model = started()
 
     def fail(plan: object, logits: object) -> None:
@@ -165,9 +169,23 @@ def test_two_failed_steps_in_a_row_end_readiness_until_one_succeeds(started: Sta
     for _ in range(2):
         list(bridge.submit(greedy("a", [1], 1)))
     assert not bridge.is_ready
+    num_tests = len(model.plans)
+    wait_until(lambda: len(model.plans) > num_tests + 2)  # each of them fails
+    assert not bridge.is_ready
     model.change = lambda plan, logits: None
+    wait_until(lambda: bridge.is_ready)
+
+
+def test_signal_after_a_failure_does_not_hide_it(started: Started) -> None:
+    bridge, model = started()
+
+    def die(plan: object, logits: object) -> None:
+        raise SystemExit("killed")
+
+    model.change = die
     list(bridge.submit(greedy("a", [1], 1)))
-    assert bridge.is_ready
+    bridge.request_stop()
+    assert bridge.state is State.FAILED
 
 
 def test_stop_aborts_open_streams(started: Started) -> None:

@@ -161,7 +161,15 @@ def test_help_exits_0_and_lists_every_variable(capsys: pytest.CaptureFixture[str
     assert [variable for variable in FLAGS if variable not in shown] == []
 
 
-@pytest.mark.parametrize("content", ["{", "{}"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("{", "{}", "[]", "7"),
+        '{"max_position_embeddings": null}',
+        '{"max_position_embeddings": "4096"}',
+        '{"max_position_embeddings": 0}',
+    ],
+)
 def test_config_that_does_not_tell_the_context_is_named(
     content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,7 +122,7 @@ def test_eight_fp32_streams_progress_together_and_say_what_they_say_alone(
 ) -> None:
     subjects = ["cats", "the sea", "Rome", "bread", "snow", "a violin", "Mars", "tea"]
     prompts = [CHAT.format(f"Tell me about {subject}.") for subject in subjects]
-    options = {"max_tokens": 24, "ignore_eos": True, "parse_special": True}
+    options = {"max_tokens": 48, "ignore_eos": True, "parse_special": True}
     alone = [fp32_server.generate(prompt, **options)["text"] for prompt in prompts]
     order: list[str] = []  # appends are atomic: the order in which events came
     start = threading.Barrier(8)

@@ -123,7 +123,7 @@ def test_model_failure_costs_only_the_sequences_of_that_step() -> None:
     assert waiting.output_ids == stub_answer([2], 5)
 
 
-def test_failed_steps_in_a_row_are_counted_and_forgotten_on_success() -> None:
+def test_two_failed_steps_in_a_row_are_told_and_forgotten_on_success() -> None:
     engine, model = stub_engine(max_batch_size=1)
     outcomes = iter([True, True, False])
 
@@ -136,8 +136,8 @@ def test_failed_steps_in_a_row_are_counted_and_forgotten_on_success() -> None:
     for name in "abc":
         engine.submit(greedy(name, [1], 1))
         engine.step()
-        counts.append(engine.num_failed_steps)
-    assert counts == [1, 2, 0]
+        counts.append(engine.has_failed)
+    assert counts == [False, True, False]
 
 
 def test_row_with_non_finite_logits_fails_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,10 @@ from onnx import numpy_helper
 
 from quantize import MODEL_FILE
 from quantize.compare import NUM_ROWS, TEXTS, compare, gate_ids
+from quantize.decoding import Decoding
 from quantize.floor import Floor, Quality, QualityTooLow
 from quantize.gate import Gate
+from quantize.speed import measure
 
 from .conftest import Build, TinyModel
 from .live import ROOT
@@ -78,6 +81,36 @@ def test_int8_differs_a_little_and_passes(tiny_llama: TinyModel, int8: Path) -> 
 
 def test_one_spoiled_matrix_is_found(tiny_llama: TinyModel, spoiled: Path) -> None:
     assert Floor().shortfalls(compare(tiny_llama.folder, spoiled, IDS))
+
+
+def test_graph_that_is_beyond_measure_falls_short_and_does_not_raise(
+    tiny_llama: TinyModel, int8: Path, tmp_path: Path
+) -> None:
+    wild = shutil.copytree(int8, tmp_path / "wild")
+    spoil(wild, factor=1e30)
+    assert Floor().shortfalls(compare(tiny_llama.folder, wild, IDS))
+
+
+@pytest.mark.parametrize("num_tokens", [4, 16, 64])
+def test_speed_of_a_short_context_is_measured(int8: Path, num_tokens: int) -> None:
+    assert all(value > 0 for value in measure(int8, num_tokens).values())
+
+
+def test_only_one_session_is_alive_while_memory_is_measured(
+    int8: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: weakref.WeakSet[Decoding] = weakref.WeakSet()
+    most: list[int] = []
+
+    class Counted(Decoding):
+        def __init__(self, folder: Path, rows: int, max_len: int) -> None:
+            alive.add(self)
+            most.append(len(alive))
+            super().__init__(folder, rows, max_len)
+
+    monkeypatch.setattr("quantize.speed.Decoding", Counted)
+    measure(int8, 16)
+    assert most == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ OWN: dict[str, set[str]] = {
         *{"model", "protocol", "scheduler", "sequence", "text"},
     },
     "api": {"errors", "protocol", "service"},
-    "__main__": {"api", "bridge", "config", "edge", "service"},
+    "__main__": {"api", "bridge", "config", "edge", "errors", "service"},
 }
 
 # third-party library -> the modules of app that are its door

@@ -71,6 +71,18 @@ def test_memory_limit_of_the_old_cgroups_is_read(tmp_path: Path) -> None:
     assert available_memory(tmp_path) == 1000000
 
 
+@pytest.mark.parametrize(
+    ("root", "cache"), [("", "inactive_file"), ("memory__", "total_inactive_file")]
+)
+def test_reclaimable_file_cache_is_not_used_memory(root: str, cache: str, tmp_path: Path) -> None:
+    limit, used = ("memory_dot_max", "memory_dot_current")
+    if root:
+        limit, used = ("memory_dot_limit_in_bytes", "memory_dot_usage_in_bytes")
+    files = {limit: "5000000", used: "4000000", "memory_dot_stat": f"anon 5\n{cache} 2500000\n"}
+    write(tmp_path, **{root + name: text for name, text in files.items()})
+    assert available_memory(tmp_path) == 3500000
+
+
 @pytest.mark.parametrize("limit", ["max", "99999999999999999"])
 def test_memory_without_a_real_limit_is_the_hosts(
     limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -71,13 +71,12 @@ def test_folder_that_lacks_a_part_is_refused_naming_it(
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "model-00001-of-00002.safetensors"])
-@pytest.mark.parametrize("tokenizer", ["tokenizer.json", "tokenizer.model"])
 def test_whole_folder_is_taken_where_it_is(
-    tokenizer: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "phi"
     folder.mkdir()
-    for name in ("config.json", weights, tokenizer):
+    for name in ("config.json", weights, "tokenizer.json"):
         (folder / name).touch()
     monkeypatch.chdir(folder)
     with resolve(".", tmp_path / "cache", tmp_path) as source:
