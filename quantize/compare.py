@@ -40,7 +40,9 @@ def compare(
 ) -> Quality:
     """Both graphs read `ids` in lockstep; `on_step` is called after each of its columns."""
     rows, num_tokens = ids.shape
-    ours, theirs = (Decoding(folder, rows, num_tokens) for folder in (candidate, reference))
+    ours, theirs = (
+        Decoding(folder, rows, num_tokens, is_alone=False) for folder in (candidate, reference)
+    )
     kl = nll = reference_nll = 0.0
     agreed = 0
     each = np.arange(rows)

@@ -17,8 +17,11 @@ from . import MODEL_FILE
 class Decoding:
     """`rows` sequences of equal length; `num_cached` tokens of each lie in the cache."""
 
-    def __init__(self, folder: Path, rows: int, max_len: int) -> None:
+    def __init__(self, folder: Path, rows: int, max_len: int, *, is_alone: bool = True) -> None:
         options = ort.SessionOptions()
+        if not is_alone:
+            # Idle threads of one session would spin on the cores that the other needs.
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
         self._session = ort.InferenceSession(
             folder / MODEL_FILE, options, providers=["CPUExecutionProvider"]

@@ -42,6 +42,12 @@ class Gate:
         with tqdm(total=ids.shape[1] - 1, unit="step", mininterval=0.5) as bar:
             bar.set_description("comparing with fp32")
             quality = compare(reference, candidate, ids, bar.update)
+        shortfalls = self.floor.shortfalls(quality)
+        if shortfalls and not self.allow_quality_loss:
+            raise QualityTooLow(
+                "the quantized model differs too much from the fp32 model, so it is not published: "
+                f"{'; '.join(shortfalls)}. --allow-quality-loss publishes it all the same."
+            )
         click.echo("measuring speed and memory")
         folders = {"reference": reference, "quantized": candidate}
         measured = measure_in_turns(folders, window)
@@ -49,12 +55,6 @@ class Gate:
             sizes = [file.stat().st_size for file in folder.glob(f"{MODEL_FILE}*")]
             measured[name]["bytes"] = sum(sizes)
         click.echo("\n" + table(quality, measured, self.floor))
-        shortfalls = self.floor.shortfalls(quality)
-        if shortfalls and not self.allow_quality_loss:
-            raise QualityTooLow(
-                "the quantized model differs too much from the fp32 model, so it is not published: "
-                f"{'; '.join(shortfalls)}. --allow-quality-loss publishes it all the same."
-            )
         return {
             "quality": dataclasses.asdict(quality),
             "floor": dataclasses.asdict(self.floor),
