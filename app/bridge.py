@@ -32,7 +32,6 @@ _SWITCH_INTERVAL_SECONDS = 0.0005
 _STOP_SECONDS = 10.0
 _RETEST_SECONDS = 1.0
 
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -74,8 +73,8 @@ class TokenStream:
 class Bridge:
     """Runs the engine on its own native thread. All methods are called on the hub.
 
-    `load` builds the engine, on that thread. The hub answers meanwhile, but for the moment in which
-    ONNX Runtime builds its session holding the GIL (0.4 s for the default model).
+    `load` builds the engine, on that thread. The hub answers meanwhile, but for the time in which
+    ONNX Runtime builds its session: it holds the GIL, longer for a larger model.
     """
 
     def __init__(self, load: Callable[[], Engine]) -> None:

@@ -15,7 +15,7 @@ from . import MODEL_FILE
 
 
 class Decoding:
-    """`rows` sequences of equal length; `num_cached` tokens of each lie in the cache."""
+    """`rows` sequences of equal length, `max_len` tokens at most."""
 
     def __init__(self, folder: Path, rows: int, max_len: int, *, is_alone: bool = True) -> None:
         options = ort.SessionOptions()
@@ -28,7 +28,7 @@ class Decoding:
         )
         self._binding = self._session.io_binding()
         self._rows = rows
-        self.num_cached = 0
+        self._num_cached = 0
         [logits] = [node for node in self._session.get_outputs() if node.name == "logits"]
         self._logits = _ort_zeros(rows, 1, logits.shape[2])
         self._binding.bind_ortvalue_output("logits", self._logits)
@@ -49,17 +49,17 @@ class Decoding:
 
         More than one token per row only at the start, or with a single row.
         """
-        self.num_cached += ids.shape[1]
+        self._num_cached += ids.shape[1]
         self._binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids))
-        mask = np.ones((self._rows, self.num_cached), np.int64)
+        mask = np.ones((self._rows, self._num_cached), np.int64)
         self._binding.bind_cpu_input("attention_mask", mask)
         self._session.run_with_iobinding(self._binding)
         logits: NDArray[np.float32] = self._logits.numpy()[:, 0]
         return logits
 
-    def rewind(self, num_cached: int) -> None:
-        """Forgets what came after the first `num_cached` tokens."""
-        self.num_cached = num_cached
+    def restart(self) -> None:
+        """Forgets all tokens; the next ones overwrite them."""
+        self._num_cached = 0
 
 
 def _ort_zeros(*dims: int) -> ort.OrtValue:

@@ -39,7 +39,7 @@ def _prefill_rate(folder: Path, num_tokens: int) -> float:
     prompt = np.ones((1, num_tokens), np.int64)
     seconds = []
     for _ in range(_PREFILLS):
-        decoding.rewind(0)
+        decoding.restart()
         seconds.append(_timed(decoding, prompt))
     return round(num_tokens / statistics.median(seconds), 1)
 
