@@ -18,6 +18,8 @@ from .floor import Floor
 from .gate import Gate
 from .publish import Workplace
 from .sources import Source, resolve
+from .space import Size, is_out_of_space, require_space, temporaries_in
+from .versions import check_versions
 
 # Long stages report through one bar; their own lines would be hundreds.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -29,6 +31,7 @@ _WHY_INT8 = "8-bit weights, a scale for each 32: nearly the fp32 answers in less
 
 @click.command("python -m quantize")
 @click.argument("model")
+@click.option("--revision", help="Branch, tag or commit of a Hugging Face id.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option(
     "--precision",
@@ -48,6 +51,7 @@ _WHY_INT8 = "8-bit weights, a scale for each 32: nearly the fp32 answers in less
 @click.option("--force", is_flag=True, help="Replace the output folder if it exists.")
 def main(
     model: str,
+    revision: str | None,
     output: Path,
     precision: str,
     max_kl: float,
@@ -56,7 +60,8 @@ def main(
     allow_quality_loss: bool,
     force: bool,
 ) -> None:
-    """Builds a model folder from MODEL: 'default', a Hugging Face folder or a .gguf file.
+    """Builds a model folder from MODEL: 'default', a Hugging Face id or folder, a .gguf file, or a
+    folder with an ONNX export, which is quantized only.
 
     A quantized model is compared with the unquantized one on a text that comes along, and not
     published if it differs by more than the gate allows.
@@ -67,15 +72,35 @@ def main(
         click.echo(f"precision int8: {_WHY_INT8}")
     started_at = time.monotonic()
     try:
+        click.echo(check_versions())
         with Workplace(output, replace=force) as workplace:
-            with resolve(model, workplace.cache, workplace.scratch) as source:
+            scratch = workplace.scratch
+
+            def tell(size: Size) -> None:
+                click.echo(require_space(size, precision, scratch))
+
+            with (
+                temporaries_in(scratch),
+                resolve(model, workplace.cache, scratch, revision=revision, on_size=tell) as source,
+            ):
                 build(source, workplace.folder, precision, gate)
             workplace.publish()
     except QuantizeError as error:
-        click.echo(f"quantize: {error}", err=True)
-        sys.exit(2)
+        _refuse(str(error))
+    except Exception as error:
+        if not is_out_of_space(error):
+            raise
+        _refuse(
+            f"the disk is full ({error}); nothing was kept. Free some space, or give an --output "
+            "on a larger disk"
+        )
     size = sum(path.stat().st_size for path in output.rglob("*"))
     click.echo(f"{output}: {size / 1e6:,.0f} MB in {time.monotonic() - started_at:.0f} s")
+
+
+def _refuse(message: str) -> NoReturn:
+    click.echo(f"quantize: {message}", err=True)
+    sys.exit(2)
 
 
 def build(source: Source, folder: Path, precision: str, gate: Gate | None) -> None:
@@ -86,7 +111,9 @@ def build(source: Source, folder: Path, precision: str, gate: Gate | None) -> No
     # Imported here: they take seconds, and a wrong argument should be told at once.
     from . import record
     from .export import export_fused, read_config
+    from .external_data import copy_graph
     from .int8 import quantize_int8
+    from .portable import export_portable
 
     num_layers = read_config(source.folder).num_hidden_layers
     num_quantized = 0
@@ -94,7 +121,12 @@ def build(source: Source, folder: Path, precision: str, gate: Gate | None) -> No
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="fp32-") as plain:
         bar: tqdm[NoReturn]
         with tqdm(total=num_layers, unit="layer", mininterval=0.5) as bar:
-            export_fused(source.folder, Path(plain), _on(bar))
+            if source.graph is not None:
+                copy_graph(source.graph, Path(plain))
+            elif source.form == "fused":
+                export_fused(source.folder, Path(plain), _on(bar))
+            else:
+                export_portable(source.folder, Path(plain), _on(bar))
             if precision == "int8":
                 bar.set_description("quantizing to int8")
                 num_quantized = quantize_int8(Path(plain), folder)

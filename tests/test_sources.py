@@ -17,6 +17,8 @@ from quantize.errors import QuantizeError
 from quantize.gguf_tokenizer import tokenizer_from_gguf
 from quantize.sources import DEFAULT_MEMBER, DEFAULT_WHEEL, fetch_default, resolve
 
+from .conftest import TinyModel
+
 ROOT = Path(__file__).parents[1]
 GGUF_NAME = Path(DEFAULT_MEMBER).name
 
@@ -30,14 +32,14 @@ def refusal(model: str, cache: Path) -> str:
 # --- paths and folders ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["/nope", "nope", "microsoft/Phi-3-mini", "nope.gguf", "Default"])
+@pytest.mark.parametrize("model", ["/nope", "nope", "nope.gguf", "Default", "a/b/c"])
 def test_unknown_model_is_refused_naming_it_and_what_can_be_given(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     message = refusal(model, tmp_path / "cache")
     assert message.startswith(f"no model at {model!r}")
-    assert "'default', a Hugging Face folder or a .gguf file" in message
+    assert "'default', a Hugging Face id (org/name), a Hugging Face folder, a .gguf" in message
 
 
 def test_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
@@ -45,43 +47,23 @@ def test_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     assert refusal(str(tmp_path / "model.bin"), tmp_path / "cache").startswith("no model at")
 
 
-@pytest.mark.parametrize(
-    ("files", "missing"),
-    [
-        ([], "config.json"),
-        (["model.safetensors", "tokenizer.json"], "config.json"),
-        (["config.json"], ".safetensors"),
-        (["config.json", "tokenizer.json"], ".safetensors"),
-        (["config.json", "tokenizer.json", "pytorch_model.bin"], ".safetensors"),
-        (["config.json", "tokenizer.json", "model.safetensors.index.json"], ".safetensors"),
-        (["config.json", "model.safetensors"], "tokenizer.json"),
-        (["config.json", "model.safetensors", "tokenizer_config.json"], "tokenizer.json"),
-    ],
-)
-def test_folder_that_lacks_a_part_is_refused_naming_it(
-    files: list[str], missing: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name in files:
-        (folder / name).touch()
-    message = refusal(str(folder), tmp_path / "cache")
-    assert str(folder) in message
-    assert missing in message
-
-
-@pytest.mark.parametrize("weights", ["model.safetensors", "model-00001-of-00002.safetensors"])
 def test_whole_folder_is_taken_where_it_is(
-    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "phi"
-    folder.mkdir()
-    for name in ("config.json", weights, "tokenizer.json"):
-        (folder / name).touch()
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(tiny_llama.source)
     with resolve(".", tmp_path / "cache", tmp_path) as source:
-        assert (source.folder.resolve(), source.name) == (folder, "phi")
+        assert source.folder.resolve() == tiny_llama.source
+        assert (source.name, source.kind, source.form) == (tiny_llama.source.name, "hf", "fused")
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("model", ["default", ".", "/nope", "nope.gguf"])
+def test_revision_of_what_is_no_hub_id_is_refused(model: str, tmp_path: Path) -> None:
+    with (
+        pytest.raises(QuantizeError, match="--revision is for Hugging Face ids"),
+        resolve(model, tmp_path / "cache", tmp_path, revision="main"),
+    ):
+        pass
 
 
 def test_command_with_an_unknown_model_exits_2_and_leaves_no_folder(tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""A plain ONNX export as a source: to be quantized, not exported again.
+
+Its graph is read (not its weights) to say which form it has and to refuse what cannot be served;
+beside it, or above its `onnx` folder, lie config.json and the tokenizer.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import onnx
+from onnx.external_data_helper import uses_external_data
+
+from . import MODEL_FILE
+from .architectures import Form
+from .errors import QuantizeError
+from .external_data import external_places, load_graph, tensors_of
+from .hf_folder import check_tokenizer, embedded, read_json
+from .space import Size
+
+_QUANTIZED = {
+    *{"DequantizeLinear", "DynamicQuantizeLinear", "MatMulBnb4", "MatMulInteger"},
+    *{"MatMulIntegerToFloat", "MatMulNBits", "QLinearMatMul", "QMoE"},
+}
+
+
+def find_graph(path: Path) -> Path | None:
+    """The graph that `path` (a folder or an .onnx file) stands for; None if it holds none.
+
+    Raises QuantizeError if there are several and none is called model.onnx.
+    """
+    if path.is_file():
+        return path if path.suffix == ".onnx" else None
+    graphs = sorted(path.glob("*.onnx")) or sorted(path.glob("onnx/*.onnx"))
+    named = [graph for graph in graphs if graph.name == MODEL_FILE]
+    if len(graphs) > 1 and not named:
+        raise QuantizeError(
+            f"{path} holds several graphs ({', '.join(graph.name for graph in graphs)}): name one "
+            "of them, or export anew into one graph (optimum's decoder_*.onnx are its older form)"
+        )
+    return next(iter(named or graphs), None)
+
+
+def check_onnx(graph: Path) -> tuple[Path, Form, Size]:
+    """The folder with config.json, and what the graph is. Raises QuantizeError with the reason if
+    it cannot be quantized and served, or a file is missing."""
+    above = graph.parent.name == "onnx" and not (graph.parent / "config.json").is_file()
+    folder = graph.parent.parent if above else graph.parent
+    config = read_json(folder / "config.json", f"{folder} cannot be used with {graph.name}")
+    model = load_graph(graph)
+    form = form_of(model, graph)
+    _check_layers(model, folder, graph)
+    places = external_places(model, graph.parent)
+    check_tokenizer(folder)
+    num_parameters = sum(math.prod(tensor.dims) for tensor in tensors_of(model))
+    num_bytes = sum(place.length for place in set(places)) + sum(
+        tensor.ByteSize() for tensor in tensors_of(model) if not uses_external_data(tensor)
+    )
+    size = Size(num_parameters, embedded(config), num_bytes, form=form, is_exported=False)
+    return folder, form, size
+
+
+def form_of(model: onnx.ModelProto, graph: Path) -> Form:
+    """Raises QuantizeError, saying what was found, for a graph that cannot be used."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = {value.name: value for value in model.graph.input if value.name not in weights}
+    operators = {node.op_type for node in model.graph.node}
+    problems = []
+    if found := sorted(operators & _QUANTIZED):
+        problems.append(f"it is quantized already ({', '.join(found)})")
+    if not {"input_ids", "attention_mask"} <= inputs.keys():
+        problems.append("it lacks the inputs input_ids and attention_mask")
+    if "use_cache_branch" in inputs:
+        problems.append("it is two graphs merged by use_cache_branch, optimum's older form")
+    caches = [name for name in inputs if name.startswith("past_key_values.")]
+    if not caches:
+        problems.append("it has no past_key_values inputs (exported without a KV cache)")
+    elif any(not _is_cache(inputs[name]) for name in caches):
+        problems.append("its cache is not laid out as (rows, heads, tokens, head_dim)")
+    is_fused = "GroupQueryAttention" in operators
+    if not is_fused and "position_ids" not in inputs:
+        problems.append("it takes no position_ids, so the positions of its tokens cannot be told")
+    if problems:
+        raise QuantizeError(f"{graph} cannot be used: {'; '.join(problems)}")
+    return "fused" if is_fused else "portable"
+
+
+def _is_cache(value: onnx.ValueInfoProto) -> bool:
+    dims = value.type.tensor_type.shape.dim
+    return len(dims) == 4 and all(dims[axis].dim_value > 0 for axis in (1, 3))
+
+
+def _check_layers(model: onnx.ModelProto, folder: Path, graph: Path) -> None:
+    # Imported here: transformers takes seconds, and a wrong graph should be told at once.
+    from .export import read_config
+
+    expected = read_config(folder).num_hidden_layers
+    keys = [v.name for v in model.graph.input if v.name.startswith("past_key_values.")]
+    num_layers = len({name.split(".")[1] for name in keys})
+    if num_layers != expected:
+        raise QuantizeError(
+            f"{graph} has the cache of {num_layers} layers, and config.json says {expected}: they "
+            "belong to different models"
+        )

@@ -1,0 +1,131 @@
+"""Room on the disk: asked for before the work, and told when it ends in the midst (FR03)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quantize.errors import QuantizeError
+from quantize.space import Size, is_out_of_space, require_space, temporaries_in
+
+from .conftest import TinyModel
+from .test_export import run_quantize
+
+BILLION = Size(num_parameters=10**9, num_embedded=10**8, num_bytes=2 * 10**9)
+
+
+def left_in(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()} if folder.exists() else set()
+
+
+def with_free(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=num_bytes))
+
+
+def test_too_little_is_refused_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_free(3 * 10**9, monkeypatch)
+    with pytest.raises(QuantizeError, match=r"about 6\.1 GB of disk .* has 3\.0 GB free"):
+        require_space(BILLION, "int8", tmp_path)
+
+
+def test_enough_is_told_in_one_line_with_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_free(7 * 10**9, monkeypatch)
+    line = require_space(BILLION, "int8", tmp_path)
+    assert line.startswith("1,000 million parameters: needs up to 6.1 GB of disk (7.0 GB free)")
+    assert line.endswith("about 7.1 GB of memory")
+
+
+@pytest.mark.parametrize(
+    ("size", "precision", "gigabytes"),
+    [
+        (BILLION, "fp32", 4.4),  # the graph is moved, not copied
+        (Size(10**9, 10**8, 4 * 10**9, is_converted=True), "fp32", 8.4),
+        (Size(10**9, 10**8, 4 * 10**9, form="portable"), "int8", 8.8),
+        (Size(10**9, 10**8, 4 * 10**9, is_exported=False), "fp32", 4.0),
+    ],
+    ids=["fused", "converted first", "traced first", "graph already"],
+)
+def test_disk_is_that_of_all_stages_at_once(size: Size, precision: str, gigabytes: float) -> None:
+    assert size.disk_bytes(precision) == pytest.approx(gigabytes * 10**9, abs=0.1 * 10**9)
+
+
+def test_command_refuses_before_it_exports(
+    tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_free(10**6, monkeypatch)
+    output = tmp_path / "out" / "tiny"
+    result = run_quantize(str(tiny_llama.source), "--output", str(output), "--precision", "fp32")
+    assert result.exit_code == 2
+    assert "has 1 MB free" in result.stderr
+    assert left_in(output.parent) == {".cache"}
+
+
+class Boom(RuntimeError):
+    """Of a stage, and nobody's duty to catch."""
+
+
+def fill_disk(*_: Any) -> None:
+    """The kernel's own answer, and a half-written temporary file besides."""
+    Path(tempfile.mkdtemp(), "half").write_text("half")
+    Path("/dev/full").write_bytes(bytes(1 << 20))
+
+
+def explode(*_: Any) -> None:
+    Path(tempfile.mkdtemp(), "half").write_text("half")
+    raise Boom("a stage")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("stage", ["export.export_fused", "int8.quantize_int8", "record.write"])
+@pytest.mark.parametrize("failure", [fill_disk, explode])
+def test_stage_that_fails_leaves_nothing_beside_the_output_nor_in_tmpdir(
+    stage: str, failure: Any, tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmpdir, output = tmp_path / "tmp", tmp_path / "out" / "tiny"
+    tmpdir.mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmpdir))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(f"quantize.{stage}", failure)
+    if stage == "record.write":
+        monkeypatch.setattr("quantize.gate.Gate.judge", lambda *_: {})
+    result = run_quantize(str(tiny_llama.source), "--output", str(output))
+    if failure is fill_disk:
+        assert result.exit_code == 2
+        assert result.stderr.splitlines()[-1].startswith("quantize: the disk is full")
+    else:
+        assert isinstance(result.exception, Boom)
+    assert left_in(output.parent) == {".cache"}
+    assert left_in(tmpdir) == set()
+
+
+def test_libraries_find_tmpdir_as_it_was_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TMPDIR", raising=False)
+    before = tempfile.gettempdir()
+    with temporaries_in(tmp_path):
+        assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(tmp_path)
+    assert tempfile.gettempdir() == before
+    assert "TMPDIR" not in os.environ
+
+
+def test_full_disk_is_recognized_behind_other_errors() -> None:
+    try:
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("cannot save") from error
+    except RuntimeError as error:
+        assert is_out_of_space(error)
+    assert is_out_of_space(RuntimeError("write failed: No space left on device (os error 28)"))
+    assert not is_out_of_space(OSError(13, "Permission denied"))
