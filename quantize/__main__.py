@@ -111,7 +111,7 @@ def build(source: Source, folder: Path, precision: str, gate: Gate | None) -> No
     # Imported here: they take seconds, and a wrong argument should be told at once.
     from . import record
     from .export import export_fused, read_config
-    from .external_data import copy_graph
+    from .graph_copy import copy_graph
     from .int8 import quantize_int8
     from .portable import export_portable
 

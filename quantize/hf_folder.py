@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .architectures import Form, choose_form
 from .errors import QuantizeError
+from .forms import Form, choose_form
 from .space import Size
 
 INDEX = "model.safetensors.index.json"

@@ -12,8 +12,8 @@ import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
-from .architectures import choose_form
 from .errors import QuantizeError
+from .forms import choose_form
 from .hf_folder import INDEX, read_json
 from .space import in_units
 

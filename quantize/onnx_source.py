@@ -13,9 +13,9 @@ import onnx
 from onnx.external_data_helper import uses_external_data
 
 from . import MODEL_FILE
-from .architectures import Form
 from .errors import QuantizeError
-from .external_data import external_places, load_graph, tensors_of
+from .forms import Form
+from .graph_copy import external_places, load_graph, tensors_of
 from .hf_folder import check_tokenizer, embedded, read_json
 from .space import Size
 

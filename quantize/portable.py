@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from . import MODEL_FILE
-from .architectures import portable_config
 from .errors import QuantizeError
-from .external_data import copy_graph
+from .forms import portable_config
+from .graph_copy import copy_graph
 
 # Beyond the 16 tokens with 16 in the cache that optimum traces with; rows of two lengths.
 _LENGTHS = (33, 9)

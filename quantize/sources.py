@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .architectures import Form
 from .errors import QuantizeError
+from .forms import Form
 from .gguf_source import check_gguf, converted
 from .hf_folder import INDEX, check_folder
 from .hub import fetch, is_hub_id

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .architectures import Form
 from .errors import QuantizeError
+from .forms import Form
 
 _FP32 = 4
 # Bytes per parameter in the folder that is published; its embedding may stay fp32. An fp32 graph is

@@ -170,54 +170,67 @@ from pathlib import Path
 from quantize.errors import QuantizeError
 from quantize.sources import resolve
 here = Path(sys.argv[1])
-for line in sys.stdin:
+for line in iter(sys.stdin.readline, ""):
     model, revision = json.loads(line)
     try:
         with resolve(model, here, here, revision=revision) as source:
-            print(json.dumps([source.description, sorted(p.name for p in source.folder.iterdir())]))
+            answer = source.description, sorted(path.name for path in source.folder.iterdir())
     except QuantizeError as error:
-        print(json.dumps([str(error), None]))
+        answer = str(error), []
+    print(json.dumps(answer), flush=True)
 """
 
 
-def resolve_all(
-    home: Path, endpoint: str, *models: tuple[str, str | None], **environment: str
-) -> list[tuple[str, list[str] | None]]:
-    """In one process of its own, for huggingface_hub reads its settings once."""
-    run = subprocess.run(
-        [sys.executable, "-c", _RESOLVE, str(home)],
-        input="\n".join(map(json.dumps, models)),
-        cwd=ROOT,
-        env={"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PATH": "", **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    return [tuple(json.loads(line)) for line in run.stdout.splitlines()]
+class Resolver:
+    """A process of its own, for huggingface_hub reads its settings once."""
+
+    def __init__(self, home: Path, hub: Hub) -> None:
+        endpoint = f"http://127.0.0.1:{hub.server_port}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _RESOLVE, str(home)],
+            cwd=ROOT,
+            env={"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PATH": ""},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def __enter__(self) -> Resolver:
+        self._process.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._process.kill()
+        self._process.__exit__(*error)
+
+    def __call__(self, model: str, revision: str | None = None) -> tuple[str, list[str]]:
+        """What its source says of itself and holds, or the refusal."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([model, revision]) + "\n")
+        self._process.stdin.flush()
+        said, files = json.loads(self._process.stdout.readline())
+        return said, files
 
 
 def test_download_takes_only_what_a_build_needs_and_serves_again_without_the_hub(
     hub: Hub, tmp_path: Path
 ) -> None:
-    endpoint = f"http://127.0.0.1:{hub.server_port}"
-    asked = [
-        *(("org/tiny", "v1"), ("org/tiny", "nope"), ("org/gated", None), ("org/no", None)),
-        *(("org/nope", None), ("org/bin", None)),
-    ]
-    tiny, no_revision, gated, unknown, nope, only_bin = resolve_all(tmp_path, endpoint, *asked)
-    assert tiny[0] == f"org/tiny@{COMMIT}"
-    assert set(tiny[1] or []) >= {"config.json", "model.safetensors", "tokenizer.json"}
-    assert not {"modeling.py", "pytorch_model.bin", "consolidated.safetensors"} & set(hub.asked)
-    assert "at revision 'nope' does not exist" in no_revision[0]
-    assert "is gated: accept its terms" in gated[0]
-    assert "is not on the hub, or private" in unknown[0]
-    assert "model_type 'nope' is not known" in nope[0]
-    assert "only .bin files, which can run code" in only_bin[0]
-    # config.json of tiny, nope and bin; the weights of tiny alone
-    assert hub.asked.count("model.safetensors") <= 2  # HEAD and GET
-    hub.shutdown()
-    hub.server_close()
-    [again] = resolve_all(tmp_path, endpoint, ("org/tiny", "v1"))  # no network
-    assert again == tiny
-    [offline] = resolve_all(tmp_path, endpoint, ("org/tiny", "v1"), HF_HUB_OFFLINE="1")
-    assert offline == tiny
+    with Resolver(tmp_path, hub) as resolve_there:
+        tiny = resolve_there("org/tiny", "v1")
+        assert tiny[0] == f"org/tiny@{COMMIT}"
+        assert set(tiny[1]) >= {"config.json", "model.safetensors", "tokenizer.json"}
+        assert not {"modeling.py", "pytorch_model.bin", "consolidated.safetensors"} & set(hub.asked)
+        assert (tmp_path / "hub" / "models--org--tiny" / "refs" / "v1").read_text() == COMMIT
+        assert "at revision 'nope' does not exist" in resolve_there("org/tiny", "nope")[0]
+        assert "is gated: accept its terms" in resolve_there("org/gated")[0]
+        assert "is not on the hub, or private" in resolve_there("org/no")[0]
+        hub.asked.clear()
+        assert "model_type 'nope' is not known" in resolve_there("org/nope")[0]
+        assert "only .bin files, which can run code" in resolve_there("org/bin")[0]
+        assert set(hub.asked) == {"config.json"}  # and no weights
+        hub.shutdown()
+        hub.server_close()
+        assert resolve_there("org/tiny", "v1") == tiny
+        assert "the hub cannot be reached" in resolve_there("org/other")[0]

@@ -16,7 +16,7 @@ from onnx.external_data_helper import uses_external_data
 
 from quantize import MODEL_FILE
 from quantize.errors import QuantizeError
-from quantize.external_data import copy_graph, load_graph, tensors_of
+from quantize.graph_copy import copy_graph, load_graph, tensors_of
 from quantize.onnx_source import check_onnx, find_graph
 from quantize.sources import resolve
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quantize.architectures import FUSED, PORTABLE, choose_form
 from quantize.errors import QuantizeError
+from quantize.forms import FUSED, PORTABLE, choose_form
 
 
 def config(model_type: str, **fields: Any) -> dict[str, Any]:

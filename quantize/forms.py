@@ -21,8 +21,7 @@ TASK = "text-generation-with-past"
 # the norms), GPT-OSS, LFM2 and the multimodal ones.
 FUSED = frozenset(
     {
-        *{"Ernie4_5ForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GraniteForCausalLM"},
-        *{"HunYuanDenseV1ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"},
+        *{"Gemma3ForCausalLM", "GemmaForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"},
         *{"Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"},
     }
 )
@@ -30,7 +29,8 @@ FUSED = frozenset(
 PORTABLE = frozenset(
     {
         *{"arcee", "codegen", "cohere", "falcon", "glm", "gpt2", "gpt_bigcode", "gpt_neo"},
-        *{"gpt_neox", "gptj", "helium", "olmo", "olmo2", "opt", "phi", "qwen3_moe", "stablelm"},
+        *{"gpt_neox", "gptj", "granite", "helium", "olmo", "olmo2", "opt", "phi", "qwen3_moe"},
+        "stablelm",
     }
 )
 
