@@ -1,4 +1,4 @@
-"""Runs a fused graph for measurements: rows in lockstep, on the CPU, past and present shared.
+"""Runs a graph for measurements: rows in lockstep, on the CPU.
 
 The server has its own engine for requests that come and go; here all rows start together.
 """
@@ -6,6 +6,7 @@ The server has its own engine for requests that come and go; here all rows start
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -13,9 +14,15 @@ from numpy.typing import NDArray
 
 from . import MODEL_FILE
 
+_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+
 
 class Decoding:
-    """`rows` sequences of equal length, `max_len` tokens at most."""
+    """`rows` sequences of equal length, `max_len` tokens at most.
+
+    A fused graph appends to its cache in place; a portable one gives a longer cache back each time,
+    which is handed in again.
+    """
 
     def __init__(self, folder: Path, rows: int, max_len: int, *, is_alone: bool = True) -> None:
         options = ort.SessionOptions()
@@ -26,22 +33,29 @@ class Decoding:
         self._session = ort.InferenceSession(
             folder / MODEL_FILE, options, providers=["CPUExecutionProvider"]
         )
-        self._binding = self._session.io_binding()
-        self._rows = rows
-        self._num_cached = 0
+        inputs = {node.name: node for node in self._session.get_inputs()}
         [logits] = [node for node in self._session.get_outputs() if node.name == "logits"]
-        self._logits = _ort_zeros(rows, 1, logits.shape[2])
-        self._binding.bind_ortvalue_output("logits", self._logits)
-        self._caches = []  # kept alive while bound
-        for node in self._session.get_inputs():
-            if not node.name.startswith("past_key_values."):
-                continue
+        self._pasts = {name: node for name, node in inputs.items() if name.startswith("past_")}
+        self._takes_positions = "position_ids" in inputs
+        self._is_fused = not self._takes_positions
+        self._rows = rows
+        self._max_len = max_len
+        self._logits_shape = logits.shape
+        self._logits_type = _TYPES[logits.type]
+        self._binding = self._session.io_binding()
+        self._caches: dict[str, ort.OrtValue] = {}  # kept alive while bound
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets all tokens."""
+        self._num_cached = 0
+        if self._is_fused and self._caches:
+            return  # the next tokens overwrite them
+        for name, node in self._pasts.items():
             _, num_kv_heads, _, head_dim = node.shape
-            cache = _ort_zeros(rows, num_kv_heads, max_len, head_dim)
-            self._caches.append(cache)
-            self._binding.bind_ortvalue_input(node.name, cache)
-            present = node.name.replace("past_key_values", "present")
-            self._binding.bind_ortvalue_output(present, cache)
+            length = self._max_len if self._is_fused else 0
+            shape = (self._rows, num_kv_heads, length, head_dim)
+            self._bind_past(name, _zeros(shape, _TYPES[node.type]))
 
     def feed(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Appends `ids`, shape (rows, tokens); logits of each row's last token, (rows, vocab),
@@ -49,18 +63,50 @@ class Decoding:
 
         More than one token per row only at the start, or with a single row.
         """
+        start = self._num_cached
         self._num_cached += ids.shape[1]
         self._binding.bind_cpu_input("input_ids", np.ascontiguousarray(ids))
         mask = np.ones((self._rows, self._num_cached), np.int64)
         self._binding.bind_cpu_input("attention_mask", mask)
+        if self._takes_positions:
+            positions = np.arange(start, self._num_cached, dtype=np.int64)
+            self._binding.bind_cpu_input("position_ids", np.tile(positions, (self._rows, 1)))
+        logits = self._bind_logits(ids.shape[1])
+        if not self._is_fused:
+            for name in self._pasts:
+                self._binding.bind_output(_present(name), "cpu")
         self._session.run_with_iobinding(self._binding)
-        logits: NDArray[np.float32] = self._logits.numpy()[:, 0]
-        return logits
+        if not self._is_fused:
+            self._take_presents()
+        found: NDArray[Any] = logits.numpy()[:, -1]
+        return found.astype(np.float32, copy=False)
 
-    def restart(self) -> None:
-        """Forgets all tokens; the next ones overwrite them."""
-        self._num_cached = 0
+    def _bind_logits(self, num_tokens: int) -> ort.OrtValue:
+        length = 1 if self._logits_shape[1] == 1 else num_tokens
+        shape = (self._rows, length, self._logits_shape[2])
+        if getattr(self, "_logits", None) is None or tuple(self._logits.shape()) != shape:
+            self._logits = _zeros(shape, self._logits_type)
+        self._binding.bind_ortvalue_output("logits", self._logits)
+        return self._logits
+
+    def _bind_past(self, name: str, cache: ort.OrtValue) -> None:
+        self._caches[name] = cache
+        self._binding.bind_ortvalue_input(name, cache)
+        if self._is_fused:
+            self._binding.bind_ortvalue_output(_present(name), cache)
+
+    def _take_presents(self) -> None:
+        """The grown caches become the next step's past, without a copy."""
+        outputs = self._binding.get_outputs()  # in the order in which they were bound
+        for name, present in zip(self._pasts, outputs[1:], strict=True):
+            self._bind_past(name, present)
 
 
-def _ort_zeros(*dims: int) -> ort.OrtValue:
-    return ort.OrtValue.ortvalue_from_numpy(np.zeros(dims, np.float32))
+def _present(past: str) -> str:
+    return past.replace("past_key_values", "present")
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> ort.OrtValue:
+    if 0 in shape:
+        return ort.OrtValue.ortvalue_from_shape_and_type(list(shape), dtype, "cpu")
+    return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype))

@@ -1,0 +1,157 @@
+"""Weights in 8 or 4 bits, a scale for each block of 32 inputs; activations stay floating point.
+
+`MatMulNBits` dequantizes in the kernel. On the CPU it rounds activations to 8 bits inside, block by
+block (accuracy level 4, the fast path); on CUDA it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper
+
+from .per_token import round_channels
+from .rewrite import MICROSOFT
+from .rotation import CannotRotate, rotate
+from .tensors import Weights, WeightWriter
+
+BLOCK_SIZE = 32
+ACCURACY_LEVEL = 4
+_COLUMNS = 4096  # quantized at a time
+
+
+class WeightOnly:
+    """A `Method`. `bits_of` says how many bits the matrix of a name gets, 8 or 4."""
+
+    operator = "MatMulNBits"
+
+    def __init__(
+        self,
+        graph: onnx.GraphProto,
+        weights: Weights,
+        *,
+        bits_of: Callable[[str], int] = lambda _: 8,
+        is_rotated: bool = False,
+        is_for_cuda: bool = False,
+    ) -> None:
+        self._weights = weights
+        self._bits_of = bits_of
+        self._is_for_cuda = is_for_cuda
+        self.note = "hidden state not rotated"
+        if is_rotated:
+            try:
+                rotate(graph, weights)
+                self.note = "hidden state rotated"
+            except CannotRotate as error:
+                self.note = f"hidden state not rotated ({error})"
+
+    def matrix(self, node: onnx.NodeProto, writer: WeightWriter) -> list[onnx.NodeProto]:
+        name = node.input[1]
+        bits = self._bits_of(name)
+        num_inputs, num_outputs = self._weights.shape(name)
+        # Symmetric where the kernels want it, and where bits abound.
+        is_symmetric = bits == 8 or self._is_for_cuda
+        blocks = round_blocks(self._weights.read(name), bits, is_symmetric=is_symmetric)
+        dtype = self._weights.stored(name).dtype
+        inputs = [
+            node.input[0],
+            writer.add(f"{name}/q{bits}", blocks.packed),
+            writer.add(f"{name}/scales", blocks.scales.astype(dtype)),
+        ]
+        if not is_symmetric:
+            inputs.append(writer.add(f"{name}/zero_points", blocks.zero_points))
+        attributes = {} if self._is_for_cuda else {"accuracy_level": ACCURACY_LEVEL}
+        return [
+            helper.make_node(
+                "MatMulNBits",
+                inputs,
+                node.output,
+                node.name,
+                domain=MICROSOFT,
+                K=num_inputs,
+                N=num_outputs,
+                bits=bits,
+                block_size=BLOCK_SIZE,
+                **attributes,
+            )
+        ]
+
+    def embedding(self, node: onnx.NodeProto, writer: WeightWriter) -> list[onnx.NodeProto]:
+        """8 bits whatever the matrices have: a row is looked up, not multiplied."""
+        return embed(node, self._weights, writer)
+
+
+def embed(node: onnx.NodeProto, weights: Weights, writer: WeightWriter) -> list[onnx.NodeProto]:
+    """A table in 8 bits, with one scale per row that is looked up beside it."""
+    name, output = node.input[0], node.output[0]
+    dtype = weights.stored(name).dtype
+    rounded, scale = round_channels(weights.read(name).T, 127)
+    table = writer.add(f"{name}/s8", rounded.T)
+    scales = writer.add(f"{name}/scale", scale[:, None].astype(dtype))  # (rows, 1)
+    part = {key: f"{output}/{key}" for key in ("s8", "whole", "scale")}
+    to = helper.np_dtype_to_tensor_dtype(dtype)
+    return [
+        helper.make_node("Gather", [table, node.input[1]], [part["s8"]], node.name),
+        helper.make_node("Cast", [part["s8"]], [part["whole"]], f"{node.name}/Cast", to=to),
+        helper.make_node("Gather", [scales, node.input[1]], [part["scale"]], f"{node.name}/scale"),
+        helper.make_node("Mul", [part["whole"], part["scale"]], [output], f"{node.name}/Mul"),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A matrix as MatMulNBits has it. The last block is filled up with zeros."""
+
+    packed: NDArray[np.uint8]  # (out, blocks, 32 * bits / 8), the lower half of a byte first
+    scales: NDArray[np.float32]  # (out * blocks,)
+    zero_points: NDArray[np.uint8]  # (out * ceil(blocks * bits / 8),)
+
+
+def round_blocks(weight: NDArray[np.float32], bits: int, *, is_symmetric: bool) -> Blocks:
+    """Rounds a matrix (in, out) to the nearest of `2 ** bits` values of each block."""
+    num_inputs, num_outputs = weight.shape
+    num_blocks = -(-num_inputs // BLOCK_SIZE)
+    packed = np.empty((num_outputs, num_blocks, BLOCK_SIZE * bits // 8), np.uint8)
+    scales = np.empty((num_outputs, num_blocks), np.float32)
+    zero_points = np.empty((num_outputs, -(-num_blocks * bits // 8)), np.uint8)
+    for start in range(0, num_outputs, _COLUMNS):
+        columns = weight[:, start : start + _COLUMNS].T
+        filled = np.zeros((len(columns), num_blocks * BLOCK_SIZE), np.float32)
+        filled[:, :num_inputs] = columns
+        blocks = filled.reshape(len(columns), num_blocks, BLOCK_SIZE)
+        scale, zero = _scales(blocks, bits, is_symmetric)
+        top = 2**bits - 1
+        numbers = np.clip(np.rint(blocks / scale[..., None]) + zero[..., None], 0, top)
+        piece = slice(start, start + len(columns))
+        packed[piece] = _pack(numbers.astype(np.uint8), bits)
+        scales[piece] = scale
+        zero_points[piece] = _pack(zero.astype(np.uint8), bits)
+    return Blocks(packed, scales.reshape(-1), zero_points.reshape(-1))
+
+
+def _scales(
+    blocks: NDArray[np.float32], bits: int, is_symmetric: bool
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Step and zero point of each block."""
+    if is_symmetric:
+        middle = np.float32(2 ** (bits - 1))
+        scale = np.abs(blocks).max(axis=2) / (middle - 1)
+        zero = np.full(scale.shape, middle, np.float32)
+    else:
+        low = np.minimum(blocks.min(axis=2), 0)
+        scale = (np.maximum(blocks.max(axis=2), 0) - low) / np.float32(2**bits - 1)
+        zero = np.rint(-low / np.where(scale == 0, 1, scale))
+    return np.where(scale == 0, np.float32(1), scale), zero
+
+
+def _pack(numbers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Along the last axis, two to a byte for 4 bits; an odd one gets a zero beside it."""
+    if bits == 8:
+        return numbers
+    if numbers.shape[-1] % 2:
+        numbers = np.concatenate([numbers, np.zeros_like(numbers[..., :1])], axis=-1)
+    return numbers[..., 0::2] | (numbers[..., 1::2] << 4)
