@@ -84,26 +84,35 @@ class Service:
         return Completion(self.bridge.submit(sequence), model.codec.detokenizer())
 
     def _load(self) -> Engine:
+        from .graph import read_graph
+
+        settings, started_at = self.settings, time.monotonic()
+        folder = settings.model_path
+        graph = read_graph(folder)  # first, and before slow imports: a missing file is told at once
+
         from .engine import Engine
         from .kv_cache import KVBudget, KVCache
         from .model import OnnxModel
         from .scheduler import Scheduler
         from .text import TextCodec
 
-        settings, started_at = self.settings, time.monotonic()
         num_threads = settings.threads or available_cpus()
-        folder = settings.model_path
         codec = TextCodec.load(folder)
-        model = OnnxModel.load(folder, settings.device, num_threads)
+        model = OnnxModel.load(folder, settings.device, num_threads, graph)
         if codec.vocab_size > model.spec.vocab_size:
             raise UnservableModel(
                 f"{folder}: the tokenizer has {codec.vocab_size} tokens, the graph "
                 f"{model.spec.vocab_size}: they do not belong together"
             )
         max_len = settings.max_model_len or model.context_length
+        if max_len > model.context_length:  # the graph itself may know of a smaller one
+            raise WrongSetting(
+                f"MAX_MODEL_LEN={max_len}: {model.context_length} tokens are served of this model. "
+                + " ".join(model.warnings)
+            )
         budget = KVBudget(
             num_bytes=int(_KV_MEMORY_SHARE * model.free_memory()),
-            bytes_per_row=max_len * model.spec.kv.bytes_per_token,
+            bytes_per_row=max_len * model.bytes_per_token,
             max_rows=settings.max_batch_size,
         )
         if budget.num_rows < 1:
@@ -126,7 +135,7 @@ class Service:
                 "max_model_len": max_len,
                 "prefill_chunk": settings.prefill_chunk,
                 "eos_token_ids": sorted(codec.eos_ids),
-                "kv_cache_bytes": budget.num_rows * budget.bytes_per_row,
+                "kv_cache_bytes": budget.num_rows * max_len * model.spec.kv.bytes_per_token,
                 "versions": _versions(),
             },
         )

@@ -15,7 +15,7 @@ from optimum.onnxruntime import ORTModelForCausalLM
 from app.engine import Model
 from app.errors import UnservableModel
 from app.kv_cache import KVCache
-from app.model import OnnxModel, inspect_graph, provider_warnings
+from app.model import OnnxModel, provider_warnings
 from app.sequence import PrefillChunk, Sequence, StepPlan
 from quantize import MODEL_FILE
 
@@ -210,17 +210,6 @@ def test_int8_keeps_close_to_fp32(tiny: TinyModel, build_folder: Build) -> None:
     expected = tiny.reference.logits(ids)[-1].numpy()
     assert np.corrcoef(logits, expected)[0, 1] > 0.999
     assert not np.allclose(logits, expected, atol=TOLERANCE)  # it really is quantized
-
-
-# torch and optimum warn of their own deprecated export path while they take it.
-@pytest.mark.filterwarnings("ignore")
-def test_plain_export_is_refused_with_the_reason(tiny_llama: TinyModel, tmp_path: Path) -> None:
-    """optimum's own form of the same weights."""
-    from optimum.exporters.onnx import main_export
-
-    main_export(str(tiny_llama.source), tmp_path, task="text-generation-with-past")
-    with pytest.raises(UnservableModel, match="position_ids"):
-        inspect_graph(ort.InferenceSession(tmp_path / MODEL_FILE))
 
 
 def test_strict_cuda_without_a_gpu_is_refused(tiny_llama: TinyModel) -> None:

@@ -35,11 +35,16 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def make_phi3(folder: Path, sliding_window: int | None = None) -> Path:
+def make_phi3(
+    folder: Path, sliding_window: int | None = None, longrope_from: int | None = None
+) -> Path:
+    """`longrope_from`: a row longer than that takes other rotary factors, as in the 128k models."""
     tokenizer = sentencepiece_tokenizer()
+    factors = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     config = Phi3Config(
         **_SHAPE,
-        original_max_position_embeddings=CONTEXT,
+        original_max_position_embeddings=longrope_from or CONTEXT,
+        rope_scaling=factors if longrope_from else None,
         sliding_window=sliding_window,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
