@@ -98,6 +98,29 @@ def test_rows_do_not_see_what_others_left_in_the_cache(
     np.testing.assert_allclose(logits[0], expected, atol=TOLERANCE)
 
 
+def test_fused_graph_that_takes_positions_is_fed_each_rows_own(
+    tiny_llama: TinyModel, tmp_path: Path
+) -> None:
+    def take_positions(model: onnx.ModelProto) -> None:
+        model.graph.input.append(
+            onnx.helper.make_tensor_value_info(
+                "position_ids", onnx.TensorProto.INT64, ["rows", "tokens"]
+            )
+        )
+        for node in model.graph.node:
+            if node.op_type == "GroupQueryAttention":
+                node.input[9] = "position_ids"
+
+    engine = real_engine(copy_edited(tiny_llama.folder, tmp_path / "copy", take_positions))
+    assert engine._model.graph.position_ids == "position_ids"
+    sequences = [greedy(str(n), ids_of_length(n), num_tokens=12) for n in (3, 40, 1, 17)]
+    for sequence in sequences:
+        engine.submit(sequence)
+    run(engine)
+    for sequence in sequences:
+        assert sequence.output_ids == tiny_llama.reference.greedy(sequence.prompt_ids, 12)
+
+
 @pytest.mark.parametrize(("precision", "device"), GPU_KINDS)
 def test_every_precision_of_the_builder_gives_its_own_graphs_answers(
     tiny: TinyModel, tmp_path: Path, precision: str, device: str
