@@ -20,10 +20,11 @@ OWN: dict[str, set[str]] = {
     "config": set(),
     "edge": set(),
     "machine": set(),
+    "repetition": set(),
     # one idea each
     "kv_cache": {"sequence"},
     "sampler": {"sequence"},
-    "scheduler": {"sampler", "sequence"},
+    "scheduler": {"repetition", "sampler", "sequence"},
     "model": {"errors", "kv_cache", "machine", "sequence"},
     "text": {"errors"},
     "metrics": {"sequence"},
