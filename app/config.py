@@ -13,6 +13,11 @@ from typing import Any
 
 import click
 
+from .errors import UnservableModel
+from .record import Record, read_record
+
+_MODEL_HINT = "'--model' (env var: 'MODEL_PATH')"
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -22,6 +27,7 @@ class Settings:
     host: str
     port: int
     device: str
+    strict_precision: bool
     threads: int
     max_batch_size: int
     max_model_len: int
@@ -56,14 +62,23 @@ def _check(**values: Any) -> Settings:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise click.BadParameter(
             f"{config} does not tell the model's context: {error!r}",
-            param_hint="'--model' (env var: 'MODEL_PATH')",
+            param_hint=_MODEL_HINT,
         ) from None
-    if settings.max_model_len > context:
+    record = _record(settings.model_path)
+    if settings.max_model_len > record.cap(context):
         raise click.BadParameter(
-            f"{settings.max_model_len} is more than the model's context of {context} tokens",
+            f"{settings.max_model_len} is more than the model's context of {record.cap(context)} "
+            f"tokens{f' ({record.context_note})' if record.context_note else ''}",
             param_hint="'--max-model-len' (env var: 'MAX_MODEL_LEN')",
         )
     return settings
+
+
+def _record(folder: Path) -> Record:
+    try:
+        return read_record(folder)
+    except UnservableModel as error:
+        raise click.BadParameter(str(error), param_hint=_MODEL_HINT) from None
 
 
 def _option(flag: str, name: str, help_: str, **attributes: Any) -> click.Option:
@@ -100,6 +115,15 @@ OPTIONS: list[click.Parameter] = [
         "`cuda` fails without a usable GPU, `auto` falls back to the CPU.",
         type=click.Choice(["auto", "cpu", "cuda"]),
         default="auto",
+    ),
+    _option(
+        "--strict-precision",
+        "strict_precision",
+        "Refuse a graph whose precision does not suit the device, instead of warning.",
+        type=click.BOOL,
+        is_flag=False,
+        flag_value="true",
+        default=False,
     ),
     _option(
         "--threads",

@@ -92,7 +92,7 @@ class OnnxModel:
         except Exception as error:
             raise UnservableModel(f"{folder} cannot be loaded: {error}") from error
         model = cls(loaded.session, loaded.config.max_position_embeddings)
-        model.warnings = provider_warnings(provider, model.provider, model.spec.kv.dtype)
+        model.warnings = provider_warnings(provider, model.provider)
         if device == "cuda" and model.device.type != "cuda":
             raise WrongSetting(f"DEVICE=cuda: {model.warnings[0]}")
         for warning in model.warnings:
@@ -196,15 +196,13 @@ class OnnxModel:
         return binding
 
 
-def provider_warnings(asked: str, obtained: str, kv_dtype: torch.dtype) -> list[str]:
+def provider_warnings(asked: str, obtained: str) -> list[str]:
     """What an operator should know of where the graph really runs."""
     if asked != obtained:
         return [
             f"the session runs on {obtained} although {asked} is installed: its libraries (CUDA, "
             "cuDNN) do not load, or there is no GPU"
         ]
-    if "CUDA" in obtained and kv_dtype == torch.float32:
-        return ["CUDA has no fp32 GroupQueryAttention: attention runs on the CPU, with copies"]
     return []
 
 

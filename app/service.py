@@ -22,10 +22,12 @@ from .errors import InvalidRequest, NotReady, UnservableModel, WrongSetting
 from .machine import available_cpus
 from .metrics import Metrics
 from .protocol import GenerateRequest, resolve_max_tokens
+from .record import Probe, read_record
 from .sequence import Sequence
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .model import OnnxModel
     from .text import TextCodec
 
 log = logging.getLogger(__name__)
@@ -93,6 +95,7 @@ class Service:
         settings, started_at = self.settings, time.monotonic()
         num_threads = settings.threads or available_cpus()
         folder = settings.model_path
+        record = read_record(folder)
         codec = TextCodec.load(folder)
         model = OnnxModel.load(folder, settings.device, num_threads)
         if codec.vocab_size > model.spec.vocab_size:
@@ -100,7 +103,11 @@ class Service:
                 f"{folder}: the tokenizer has {codec.vocab_size} tokens, the graph "
                 f"{model.spec.vocab_size}: they do not belong together"
             )
-        max_len = settings.max_model_len or model.context_length
+        mismatch = _find_mismatch(model, settings)
+        if record.probe is not None:
+            _check_probe(record.probe, model)
+        context_length = record.cap(model.context_length)
+        max_len = settings.max_model_len or context_length
         budget = KVBudget(
             num_bytes=int(_KV_MEMORY_SHARE * model.free_memory()),
             bytes_per_row=max_len * model.spec.kv.bytes_per_token,
@@ -121,6 +128,10 @@ class Service:
             info=description
             | {
                 "requested_device": settings.device,
+                "precision_mismatch": mismatch is not None,
+                "probe": "none" if record.probe is None else "passed",
+                "context_length": context_length,
+                "warnings": [*model.warnings, *filter(None, (mismatch, record.context_note))],
                 "threads": num_threads,
                 "max_batch_size": budget.num_rows,
                 "max_model_len": max_len,
@@ -132,6 +143,28 @@ class Service:
         )
         log.info("loaded %s in %.1f s", self._model.info, time.monotonic() - started_at)
         return Engine(model, cache, scheduler, self.metrics)
+
+
+def _check_probe(probe: Probe, model: OnnxModel) -> None:
+    """On a cache of its own: a row for requests may be shorter than the probe."""
+    from .kv_cache import KVCache
+    from .probe import check_probe
+
+    cache = KVCache(model.spec.kv, 1, len(probe.token_ids) + 1, model.device)
+    check_probe(probe, model, model.spec.vocab_size, cache)
+
+
+def _find_mismatch(model: OnnxModel, settings: Settings) -> str | None:
+    """Why the graph's precision does not suit the device; raises WrongSetting in strict mode."""
+    from .precision import find_mismatch
+
+    spec = model.spec
+    mismatch = find_mismatch(model.device, model.form, spec.kv.dtype, spec.logits_dtype)
+    if mismatch is not None:
+        if settings.strict_precision:
+            raise WrongSetting(f"STRICT_PRECISION: {mismatch}")
+        log.warning(mismatch)
+    return mismatch
 
 
 def _versions() -> dict[str, str]:

@@ -17,10 +17,12 @@ OWN: dict[str, set[str]] = {
     # state and names: nothing of ours
     "sequence": set(),
     "errors": set(),
-    "config": set(),
+    "config": {"errors", "record"},
     "edge": set(),
     "machine": set(),
     "repetition": set(),
+    "precision": set(),
+    "record": {"errors"},
     # one idea each
     "kv_cache": {"sequence"},
     "sampler": {"sequence"},
@@ -31,12 +33,13 @@ OWN: dict[str, set[str]] = {
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"kv_cache", "sampler", "scheduler", "sequence"},
     "bridge": {"engine", "errors", "sequence"},
+    "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
     "completion": {"bridge", "errors", "sequence", "text"},
     # HTTP
     "protocol": {"completion", "errors", "sequence"},
     "service": {
         *{"bridge", "completion", "config", "engine", "errors", "kv_cache", "machine", "metrics"},
-        *{"model", "protocol", "scheduler", "sequence", "text"},
+        *{"model", "precision", "probe", "protocol", "record", "scheduler", "sequence", "text"},
     },
     "api": {"errors", "protocol", "service"},
     "__main__": {"api", "bridge", "config", "edge", "errors", "service"},
@@ -47,15 +50,15 @@ DOORS: dict[str, set[str]] = {
     "click": {"config"},
     "flask": {"api", "edge"},
     "gevent": {"__main__", "bridge", "edge"},
-    "numpy": {"engine", "model", "sampler"},
+    "numpy": {"engine", "model", "probe", "sampler"},
     "onnxruntime": {"model"},
     "optimum": {"model"},
     "orjson": {"api", "protocol"},
     "prometheus_client": {"api", "metrics", "service"},
     "psutil": {"machine"},
-    "pydantic": {"protocol"},
+    "pydantic": {"protocol", "record"},
     "tokenizers": {"text"},
-    "torch": {"kv_cache", "model"},
+    "torch": {"kv_cache", "model", "precision"},
     "transformers": {"text"},
     "werkzeug": {"api"},
 }
