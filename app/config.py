@@ -14,6 +14,7 @@ import click
 
 from .errors import UnservableModel
 from .folder import find_graph, read_context_length
+from .record import read_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Settings:
     host: str
     port: int
     device: str
+    strict_precision: bool
     threads: int
     max_batch_size: int
     max_model_len: int
@@ -51,13 +53,15 @@ def _check(**values: Any) -> Settings:
     settings = Settings(**values)
     try:
         context = read_context_length(settings.model_path)
+        note = read_record(settings.model_path).context_note
     except UnservableModel as error:
         raise click.BadParameter(
             str(error), param_hint="'--model' (env var: 'MODEL_PATH')"
         ) from None
     if settings.max_model_len > context:
         raise click.BadParameter(
-            f"{settings.max_model_len} is more than the model's context of {context} tokens",
+            f"{settings.max_model_len} is more than the model's context of {context} tokens"
+            + (f" ({note})" if note else ""),
             param_hint="'--max-model-len' (env var: 'MAX_MODEL_LEN')",
         )
     return settings
@@ -98,6 +102,15 @@ OPTIONS: list[click.Parameter] = [
         "`cuda` fails without a usable GPU, `auto` falls back to the CPU.",
         type=click.Choice(["auto", "cpu", "cuda"]),
         default="auto",
+    ),
+    _option(
+        "--strict-precision",
+        "strict_precision",
+        "Refuse a graph whose precision does not suit the device, instead of warning.",
+        type=click.BOOL,
+        is_flag=False,
+        flag_value="true",
+        default=False,
     ),
     _option(
         "--threads",

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UnservableModel
+from .record import has_record, read_record
 
 GRAPH_FILE = "model.onnx"
 CONFIG_FILE = "config.json"
 GENAI_FILE = "genai_config.json"
-RECORD_FILE = "quantization.json"
 
 # What the server wants to know -> how model types call it, likeliest first.
 _CONFIG_NAMES = {
@@ -104,7 +104,7 @@ def read_claims(folder: Path) -> list[Claims]:
 
 
 def read_context_length(folder: Path) -> int:
-    """Tokens that the model was made for: the smallest number that a file gives.
+    """Tokens that the folder promises: the smallest number that one of its files gives.
 
     A longrope graph that was brought along (no record of ours) is right up to its short context
     only: behind it, a row's cached keys have been turned by other factors than its new ones.
@@ -116,11 +116,11 @@ def read_context_length(folder: Path) -> int:
             f"{folder / CONFIG_FILE} does not tell the model's context: "
             "it has no max_position_embeddings"
         )
-    if not (folder / RECORD_FILE).is_file():
+    if not has_record(folder):
         found += [claim.short_context for claim in claims if claim.short_context is not None]
     if min(found) < 2:
         raise UnservableModel(f"{folder}: a context of {min(found)} tokens leaves no room")
-    return min(found)
+    return read_record(folder).cap(min(found))
 
 
 def read_io_names(folder: Path) -> IoNames:

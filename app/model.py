@@ -6,7 +6,6 @@ the graph has (`fused.py`, `portable.py`).
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,17 @@ import torch
 from numpy.typing import NDArray
 from optimum.onnxruntime import ORTModelForCausalLM
 
+from .context import context_warnings, served_context
 from .errors import UnservableModel, WrongSetting
-from .folder import CONFIG_FILE, RECORD_FILE, read_claims, read_context_length
+from .folder import CONFIG_FILE
 from .form import DecoderForm, Run
 from .fused import FusedForm
 from .graph import Graph, read_graph
 from .kv_cache import KVCache, KVShape
 from .machine import available_memory
 from .portable import PortableForm
+from .precision import find_mismatch
+from .record import read_record
 from .sequence import StepPlan
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,9 @@ class OnnxModel:
         self.provider = session.get_providers()[0]  # what was really obtained
         self.warnings: list[str] = []
         self.device = torch.device("cuda" if "CUDA" in self.provider else "cpu")
+        self.mismatch = find_mismatch(
+            self.device, graph.form, self.spec.kv.dtype, self.spec.logits_dtype
+        )
         self._form = _FORMS[graph.form](session, graph, self.device)
         self._bound_cache: KVCache | None = None
         self._logits = torch.empty(0)
@@ -66,30 +71,14 @@ class OnnxModel:
         "cuda" was asked for and the session is not on it.
         """
         graph = graph or read_graph(folder)
-        context_length = _context_length(folder, graph)
-        available = ort.get_available_providers()
-        provider = "CPUExecutionProvider"
-        if device == "cuda" or (device == "auto" and "CUDAExecutionProvider" in available):
-            provider = "CUDAExecutionProvider"
-        if provider not in available:
-            raise WrongSetting(
-                f"DEVICE={device}: this onnxruntime has no {provider} (it has "
-                f"{', '.join(available)}); install requirements-gpu.txt"
-            )
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = num_threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        try:
-            session = _open(folder, graph, provider, options)
-        except Exception as error:
-            raise UnservableModel(f"{folder} cannot be loaded: {error}") from error
+        context_length = served_context(folder, graph)
+        provider = _choose_provider(device)
+        session = _open(folder, graph, provider, num_threads)
         model = cls(session, graph, context_length)
         model._form.check()
-        model.warnings = provider_warnings(
-            provider, model.provider, model.spec.kv.dtype, graph.form
-        )
+        model.warnings = provider_warnings(provider, model.provider)
         model.warnings += context_warnings(folder, context_length)
+        model.warnings += filter(None, [model.mismatch])
         if device == "cuda" and model.device.type != "cuda":
             raise WrongSetting(f"DEVICE=cuda: {model.warnings[0]}")
         for warning in model.warnings:
@@ -109,12 +98,11 @@ class OnnxModel:
 
     def describe(self, folder: Path) -> dict[str, Any]:
         """What is served, for `/info`: from the folder's record, and from the session itself."""
-        record: dict[str, Any] = {}
-        if (folder / RECORD_FILE).is_file():
-            record = json.loads((folder / RECORD_FILE).read_text())
+        record = read_record(folder)
         return {
-            "model": record.get("name", folder.resolve().name),
-            "precision": record.get("precision", "unknown"),
+            "model": record.name or folder.resolve().name,
+            "precision": record.precision or "unknown",
+            "precision_mismatch": self.mismatch is not None,
             "form": self.graph.form,
             "graph_file": self.graph.path.name,
             "provider": self.provider,
@@ -152,36 +140,14 @@ class OnnxModel:
         )
 
 
-def provider_warnings(
-    asked: str, obtained: str, kv_dtype: torch.dtype, form: str = "fused"
-) -> list[str]:
+def provider_warnings(asked: str, obtained: str) -> list[str]:
     """What an operator should know of where the graph really runs."""
     if asked != obtained:
         return [
             f"the session runs on {obtained} although {asked} is installed: its libraries (CUDA, "
             "cuDNN) do not load, or there is no GPU"
         ]
-    if "CUDA" in obtained and kv_dtype == torch.float32 and form == "fused":
-        return ["CUDA has no fp32 GroupQueryAttention: attention runs on the CPU, with copies"]
     return []
-
-
-def context_warnings(folder: Path, served: int) -> list[str]:
-    """That a file names a longer context than is served, and why."""
-    return [
-        f"{claims.file} names a context of {claims.context_length} tokens, of which {served} are "
-        "served: another file names fewer, or longer rows would change the rotary factors of all "
-        "(longrope)"
-        for claims in read_claims(folder)
-        if claims.context_length is not None and claims.context_length > served
-    ]
-
-
-def _context_length(folder: Path, graph: Graph) -> int:
-    named = read_context_length(folder)
-    if graph.short_context is None or (folder / RECORD_FILE).is_file():
-        return named
-    return min(named, graph.short_context)
 
 
 def _spec(graph: Graph) -> GraphSpec:
@@ -193,19 +159,37 @@ def _spec(graph: Graph) -> GraphSpec:
     )
 
 
-def _open(
-    folder: Path, graph: Graph, provider: str, options: ort.SessionOptions
-) -> ort.InferenceSession:
-    if not (folder / CONFIG_FILE).is_file():
-        # ONNX Runtime GenAI's layout: optimum asks for a config.json that is not there.
-        return ort.InferenceSession(graph.path, options, providers=[provider])
+def _choose_provider(device: str) -> str:
+    available = ort.get_available_providers()
+    provider = "CPUExecutionProvider"
+    if device == "cuda" or (device == "auto" and "CUDAExecutionProvider" in available):
+        provider = "CUDAExecutionProvider"
+    if provider not in available:
+        raise WrongSetting(
+            f"DEVICE={device}: this onnxruntime has no {provider} (it has "
+            f"{', '.join(available)}); install requirements-gpu.txt"
+        )
+    return provider
+
+
+def _open(folder: Path, graph: Graph, provider: str, num_threads: int) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = num_threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
     # optimum takes a graph without position_ids for an old export; GroupQueryAttention derives each
     # row's positions itself, and a portable graph is put to the proof.
     logging.getLogger("optimum.onnxruntime.modeling_decoder").setLevel(logging.ERROR)
-    return ORTModelForCausalLM.from_pretrained(
-        folder,
-        file_name=graph.path.name,
-        provider=provider,
-        session_options=options,
-        local_files_only=True,
-    ).session
+    try:
+        if not (folder / CONFIG_FILE).is_file():
+            # ONNX Runtime GenAI's layout: optimum asks for a config.json that is not there.
+            return ort.InferenceSession(graph.path, options, providers=[provider])
+        return ORTModelForCausalLM.from_pretrained(
+            folder,
+            file_name=graph.path.name,
+            provider=provider,
+            session_options=options,
+            local_files_only=True,
+        ).session
+    except Exception as error:
+        raise UnservableModel(f"{folder} cannot be loaded: {error}") from error

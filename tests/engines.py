@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine import Engine, Unobserved
+from app.engine import Engine, Observer, Unobserved
 from app.kv_cache import KVCache
 from app.scheduler import Scheduler
 from app.sequence import Advance, Move, SamplingParams, Sequence, StepPlan
@@ -64,6 +64,20 @@ class StubModel:
         assert cache.rows[row] == expected, f"row {row} does not hold {owner.request_id}"
 
 
+class ScriptedModel:
+    """Says `script`, token by token, whatever the prompt."""
+
+    def __init__(self, script: list[int]) -> None:
+        self._script = script
+        self._vocab = max(script) + 1
+
+    def forward(self, plan: StepPlan, cache: TokenCache) -> NDArray[np.float32]:
+        logits = np.zeros((len(plan.sampled), self._vocab), np.float32)
+        for row, sequence in enumerate(plan.sampled):
+            logits[row, self._script[len(sequence.output_ids) % len(self._script)]] = 1.0
+        return logits
+
+
 def stub_next(ids: list[int]) -> int:
     return zlib.crc32(bytes(str(ids), "ascii")) % STUB_VOCAB
 
@@ -80,11 +94,21 @@ def stub_engine(
     max_model_len: int = 64,
     prefill_chunk: int = 8,
     eos_ids: Iterable[int] = (),
+    observer: Observer | None = None,
 ) -> tuple[Engine, StubModel]:
     model = StubModel()
     scheduler = Scheduler(max_batch_size, max_model_len, prefill_chunk, frozenset(eos_ids))
     cache = TokenCache(max_batch_size)
-    return Engine(model, cache, scheduler, Unobserved()), model  # type: ignore[arg-type]
+    engine = Engine(model, cache, scheduler, observer or Unobserved())  # type: ignore[arg-type]
+    return engine, model
+
+
+def scripted_engine(
+    script: list[int], eos_ids: Iterable[int] = (), observer: Observer | None = None
+) -> Engine:
+    scheduler = Scheduler(4, 4096, 64, frozenset(eos_ids))
+    model, cache = ScriptedModel(script), TokenCache(4)
+    return Engine(model, cache, scheduler, observer or Unobserved())  # type: ignore[arg-type]
 
 
 def real_engine(

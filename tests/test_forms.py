@@ -219,7 +219,7 @@ def test_limit_beyond_a_graphs_short_context_is_refused_by_name(tmp_path: Path) 
     """genai_config.json does not tell it: only the graph does."""
     folder = make_genai(make_phi3(tmp_path / "source", longrope_from=32), tmp_path / "genai")
     service = Service(read_settings(["--model", str(folder), "--max-model-len", "33"]))
-    with pytest.raises(WrongSetting, match="MAX_MODEL_LEN=33: 32 tokens"):
+    with pytest.raises(WrongSetting, match="MAX_MODEL_LEN=33: 32 tokens are served of"):
         service._load()
 
 
