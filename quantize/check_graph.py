@@ -144,10 +144,15 @@ def _expectations(folder: ModelFolder) -> dict[str, dict[str, int | None]]:
 
 def check_window(facts: GraphFacts, folder: ModelFolder, report: Report) -> None:
     """The sliding window of each layer is Hugging Face's; -1 where it has none."""
-    if folder.config is None or facts.form == "portable":
+    if folder.config is None:
         return
-    config = folder.config.get_text_config()
-    context = folder.context_length
+    config, context = folder.config.get_text_config(), folder.context_length
+    if facts.form == "portable":
+        window = getattr(config, "sliding_window", None)
+        if window is not None and (context is None or window < context):
+            text = f"config.json has a window of {window}; a portable graph does not tell its own"
+            report.warning("window", text)
+        return
     expected = _expected_windows(config, len(facts.windows))
     # A window as wide as the context hides nothing.
     reach = [

@@ -63,7 +63,7 @@ def _read_json(path: Path, report: Report) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
-    except ValueError as error:  # not UTF-8 and not JSON are ValueErrors, too
+    except (ValueError, OSError) as error:  # not UTF-8 and not JSON are ValueErrors, too
         report.error("config", f"{path.name} cannot be read: {error}", path.name)
         return {}
     return content

@@ -31,6 +31,11 @@ def edit_json(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
 
+def truncate(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
 def edit_graph(folder: Path, edit: Callable[[onnx.ModelProto], object]) -> None:
     path = folder / MODEL_FILE
     model = onnx.load(path, load_external_data=False)

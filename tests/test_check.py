@@ -21,7 +21,15 @@ from quantize.model_folder import ModelFolder
 from quantize.report import Level, Report
 
 from .conftest import TinyModel
-from .damage import DATA_FILE, copy_with_hashes, edit_graph, edit_json, relocate, to_genai_layout
+from .damage import (
+    DATA_FILE,
+    copy_with_hashes,
+    edit_graph,
+    edit_json,
+    relocate,
+    to_genai_layout,
+    truncate,
+)
 from .tiny import CONTEXT, VOCAB
 
 
@@ -63,11 +71,6 @@ def test_folder_moved_whole_still_passes_and_loads(folder: Path, tmp_path: Path)
 
 def delete(data: Path) -> None:
     data.unlink()
-
-
-def truncate(data: Path) -> None:
-    with data.open("r+b") as file:
-        file.truncate(data.stat().st_size - 1)
 
 
 def rename(data: Path) -> None:
@@ -123,6 +126,17 @@ def test_edited_small_file_is_found_by_its_size(folder: Path) -> None:
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
     assert "chat_template.jinja has" in only_error(folder)
+
+
+@pytest.mark.parametrize("entry", ["abc", {"bytes": "7", "sha256": ""}, {"bytes": 7}], ids=str)
+def test_unusable_entry_of_the_table_is_an_error(entry: object, folder: Path) -> None:
+    edit_json(folder / "quantization.json", files={MODEL_FILE: entry})
+    assert only_error(folder) == f"hashes: quantization.json says nothing usable of {MODEL_FILE}"
+
+
+def test_file_of_the_table_that_is_gone_is_named(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    assert only_error(folder).startswith("hashes: generation_config.json is missing")
 
 
 def test_folder_without_hashes_is_a_warning(folder: Path) -> None:
@@ -241,6 +255,24 @@ def test_graph_that_cannot_be_served_is_an_error(
     edit_graph(folder, edit)
     errors = told(check_folder(folder, fast=True), "error")
     assert any(says in error for error in errors)
+
+
+def make_portable(model: onnx.ModelProto) -> None:
+    """As far as a fast check looks: another attention, and positions as an input."""
+    for node in model.graph.node:
+        node.op_type = node.op_type.replace("GroupQueryAttention", "MultiHeadAttention")
+    positions = helper.make_tensor_value_info("position_ids", TensorProto.INT64, ["rows", "tokens"])
+    model.graph.input.append(positions)
+
+
+def test_portable_form_passes_and_its_window_cannot_be_told(folder: Path) -> None:
+    edit_json(folder / "quantization.json", form="portable", files=None)
+    edit_json(folder / "config.json", sliding_window=32)
+    edit_graph(folder, make_portable)
+    report = check_folder(folder, fast=True)
+    assert told(report, "error") == []
+    assert any("portable form, 2 layers" in line for line in told(report, "ok"))
+    assert any(line.startswith("window: config.json has") for line in told(report, "warning"))
 
 
 def test_form_that_the_record_does_not_tell_is_an_error(folder: Path) -> None:
