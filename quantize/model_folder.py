@@ -35,13 +35,17 @@ class ModelFolder:
         return _object(self.genai, "model")
 
     @property
+    def is_ours(self) -> bool:
+        """Whether `quantize` wrote it: then the graph was made for what config.json says."""
+        return (self.path / RECORD_FILE).is_file()
+
+    @property
     def context_length(self) -> int | None:
-        """Tokens of prompt and answer that the folder promises."""
-        stated = self.record.get("context_length")
-        stated = stated or self.genai_model.get("context_length")
-        if stated is None and self.config is not None:
-            stated = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return stated if isinstance(stated, int) else None
+        """Tokens of prompt and answer that the folder promises: the smallest number in a file."""
+        stated = [self.record.get("context_length"), self.genai_model.get("context_length")]
+        if self.config is not None:
+            stated.append(getattr(self.config.get_text_config(), "max_position_embeddings", None))
+        return min((number for number in stated if isinstance(number, int)), default=None)
 
 
 def read_folder(path: Path, report: Report) -> ModelFolder:

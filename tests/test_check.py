@@ -192,6 +192,16 @@ def test_window_that_hugging_face_does_not_have_is_an_error(folder: Path) -> Non
     assert told(check_folder(folder, fast=True), "error") == []
 
 
+def test_window_that_differs_in_a_folder_of_another_tool_is_a_warning(folder: Path) -> None:
+    """Microsoft's builder leaves Phi-3's out."""
+    (folder / "quantization.json").unlink()
+    edit_json(folder / "config.json", sliding_window=32)
+    report = check_folder(folder, fast=True)
+    assert told(report, "error") == []
+    [warning] = [line for line in told(report, "warning") if line.startswith("window:")]
+    assert "local_window_size -1, config.json asks for 32" in warning
+
+
 @pytest.mark.parametrize("content", [b"no protobuf at all \xff", b""], ids=["garbage", "empty"])
 def test_graph_that_is_none_is_named(content: bytes, folder: Path) -> None:
     edit_json(folder / "quantization.json", files=None)
