@@ -57,15 +57,14 @@ def check_weights(folder: ModelFolder, model: onnx.ModelProto, report: Report) -
             )
             report.error("weights", text, tensor.location)
     for location, parts in by_location.items():
-        _check_data_file(folder.graph.parent, location, parts, report)
+        _check_data_file(folder.path, location, parts, report)
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
     if tensors and not any(report.blames(location) for location in by_location):
         where = ", ".join(sorted(by_location))
         report.ok("weights", f"{len(tensors)} tensors, {num_bytes / 1e6:,.1f} MB, in {where}")
     if not tensors:
         report.ok("weights", f"all inside {folder.graph.name}")
-    base = os.path.relpath(folder.graph.parent, folder.path)
-    return {os.path.normpath(os.path.join(base, location)) for location in by_location}
+    return {os.path.normpath(location) for location in by_location}
 
 
 def _check_data_file(

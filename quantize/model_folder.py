@@ -24,7 +24,7 @@ GENAI_FILE = "genai_config.json"
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
     path: Path
-    graph: Path | None  # relative names in it count from the folder of this file
+    graph: Path | None
     config: PretrainedConfig | None
     generation: dict[str, Any]  # {} where there is none
     genai: dict[str, Any]
@@ -80,7 +80,9 @@ def _object(content: dict[str, Any], key: str) -> dict[str, Any]:
 
 def _read_config(path: Path, report: Report) -> PretrainedConfig | None:
     if not (path / "config.json").is_file():
-        report.error("config", "config.json is missing: nothing says what the model is")
+        if not (path / GENAI_FILE).is_file():
+            text = f"config.json is missing, and {GENAI_FILE}: nothing says what the model is"
+            report.error("config", text)
         return None
     try:
         return read_config(path)
@@ -90,17 +92,21 @@ def _read_config(path: Path, report: Report) -> PretrainedConfig | None:
 
 
 def _find_graph(path: Path, genai: dict[str, Any], report: Report) -> Path | None:
-    """By genai_config.json, or by our name, or because it is the only one."""
+    """The one that the server takes: our name, else what genai_config.json names, else the only."""
     named = _object(_object(genai, "model"), "decoder").get("filename")
     found = sorted(file.name for file in path.glob("*.onnx"))
+    if MODEL_FILE in found:
+        return path / MODEL_FILE
     if named is not None:
-        graph = path / str(named)
-        if not graph.is_file():
-            report.error("graph", f"{named} is missing: {GENAI_FILE} names it", str(named))
+        if not isinstance(named, str) or Path(named).name != named:
+            report.error("graph", f"{GENAI_FILE} calls the graph {named!r}, no file's name")
             return None
-        return graph
-    if MODEL_FILE in found or len(found) == 1:
-        return path / (MODEL_FILE if MODEL_FILE in found else found[0])
+        if named not in found:
+            report.error("graph", f"{named} is missing: {GENAI_FILE} names it", named)
+            return None
+        return path / named
+    if len(found) == 1:
+        return path / found[0]
     if found:
         report.error("graph", f"which graph is meant? {', '.join(found)}; none is {MODEL_FILE}")
         return None

@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ class TinyModel:
 
 
 Build = Callable[[Path, str], Path]
+Bring = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +44,17 @@ def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Build:
         with resolve(str(source), root / "cache", root) as resolved:
             build(resolved, folder, precision, gate=None)
         return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def bring(tmp_path_factory: pytest.TempPathFactory) -> Bring:
+    """Folders that `quantize` did not write, by a maker of `folders`; each is made once."""
+
+    @cache
+    def make(maker: Callable[..., Path], source: Path, *arguments: str) -> Path:
+        return maker(source, tmp_path_factory.mktemp(maker.__name__) / "folder", *arguments)
 
     return make
 

@@ -20,7 +20,7 @@ from quantize.graph_facts import graph_facts
 from quantize.model_folder import ModelFolder
 from quantize.report import Level, Report
 
-from .conftest import TinyModel
+from .conftest import Bring, TinyModel
 from .damage import (
     DATA_FILE,
     copy_with_hashes,
@@ -30,6 +30,7 @@ from .damage import (
     to_genai_layout,
     truncate,
 )
+from .folders import make_genai, make_portable
 from .tiny import CONTEXT, VOCAB
 
 
@@ -59,6 +60,24 @@ def test_whole_folder_passes_with_a_session_really_made(tiny: TinyModel, tmp_pat
     [session] = [line for line in told(report, "ok") if line.startswith("session")]
     assert "CPUExecutionProvider" in session
     assert "2 GroupQueryAttention" in session
+
+
+def test_folder_of_todays_quantize_lacks_only_its_hashes(tiny: TinyModel) -> None:
+    report = check_folder(tiny.folder)
+    assert told(report, "error") == []
+    assert [line for line in told(report, "warning") if not line.startswith("hashes:")] == []
+
+
+@pytest.mark.parametrize(
+    ("maker", "form"), [(make_portable, "portable form"), (make_genai, "fused form")]
+)
+def test_folder_of_another_tool_passes(
+    maker: Callable[..., Path], form: str, tiny: TinyModel, bring: Bring
+) -> None:
+    """The builder's has no config.json."""
+    report = check_folder(bring(maker, tiny.source))
+    assert told(report, "error") == []
+    assert any(form in line for line in told(report, "ok"))
 
 
 def test_folder_moved_whole_still_passes_and_loads(folder: Path, tmp_path: Path) -> None:
@@ -311,8 +330,30 @@ def test_genai_layout_passes_and_its_own_numbers_are_compared(folder: Path) -> N
 
 def test_graph_that_genai_config_names_is_missed(folder: Path) -> None:
     to_genai_layout(folder, "phi.onnx")
-    (folder / "phi.onnx").rename(folder / MODEL_FILE)
+    (folder / "phi.onnx").rename(folder / "phi3.onnx")
     assert only_error(folder) == "graph: phi.onnx is missing: genai_config.json names it"
+
+
+def test_graph_of_our_name_is_taken_before_the_one_that_genai_config_names(folder: Path) -> None:
+    """As the server does."""
+    edit_json(folder / "genai_config.json", model={"decoder": {"filename": "phi.onnx"}})
+    (folder / "phi.onnx").touch()
+    assert told(check_folder(folder, fast=True), "error") == []
+
+
+@pytest.mark.parametrize("name", ["../phi.onnx", 7], ids=str)
+def test_graph_that_genai_config_names_by_no_name_is_an_error(name: object, folder: Path) -> None:
+    to_genai_layout(folder, "phi.onnx")
+    edit_json(folder / "genai_config.json", model={"decoder": {"filename": name}})
+    assert "no file's name" in only_error(folder)
+
+
+def test_folder_without_any_config_is_an_error(folder: Path) -> None:
+    edit_json(folder / "quantization.json", files=None)
+    (folder / "config.json").unlink()
+    assert "nothing says what the model is" in "; ".join(
+        told(check_folder(folder, fast=True), "error")
+    )
 
 
 def placement(*operators: str, **record: str) -> list[tuple[str, str]]:

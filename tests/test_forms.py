@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -239,11 +240,10 @@ def test_microsofts_layout_is_served_as_it_is(genai: Path, tiny_phi3: TinyModel)
 
 def test_end_tokens_come_from_genai_config_too(genai: Path, tmp_path: Path) -> None:
     folder = copy_edited(genai, tmp_path / "copy", lambda model: None)
-    text = (folder / "genai_config.json").read_text()
-    (folder / "genai_config.json").unlink()
-    (folder / "genai_config.json").write_text(
-        text.replace('"eos_token_id": 291', '"eos_token_id": [17, 18]')
-    )
+    config = json.loads((folder / "genai_config.json").read_text())
+    config["model"]["eos_token_id"] = [17, 18]
+    (folder / "genai_config.json").unlink()  # it is a link
+    (folder / "genai_config.json").write_text(json.dumps(config))
     assert TextCodec.load(folder).eos_ids - TextCodec.load(genai).eos_ids == {17, 18}
 
 

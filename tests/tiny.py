@@ -51,7 +51,9 @@ def make_phi3(
         pad_token_id=tokenizer.pad_token_id,
         attn_implementation="eager",
     )
-    return _save(folder, Phi3ForCausalLM, config, tokenizer)
+    # As in Phi-3's own files, one of them names every end token.
+    ends = [tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|end|>")]
+    return _save(folder, Phi3ForCausalLM, config, tokenizer, ends)
 
 
 def make_llama(folder: Path) -> Path:
@@ -66,9 +68,18 @@ def make_llama(folder: Path) -> Path:
     return _save(folder, LlamaForCausalLM, config, tokenizer)
 
 
-def _save(folder: Path, kind: type[PreTrainedModel], config: Any, tokenizer: Any) -> Path:
+def _save(
+    folder: Path,
+    kind: type[PreTrainedModel],
+    config: Any,
+    tokenizer: Any,
+    end_ids: list[int] | None = None,
+) -> Path:
     torch.manual_seed(7)
-    kind(config).save_pretrained(folder)
+    model = kind(config)
+    if end_ids is not None:
+        model.generation_config.eos_token_id = end_ids
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
