@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .folder import read_claims, read_context_length
+from .folder import CONFIG_FILE, read_claims, read_context_length
 from .graph import Graph
 from .record import has_record, read_record
 
@@ -33,3 +33,29 @@ def context_warnings(folder: Path, served: int) -> list[str]:
         for claims in read_claims(folder)
         if claims.context_length is not None and claims.context_length > served
     ]
+
+
+def window_warnings(folder: Path, graph: Graph, served: int) -> list[str]:
+    """That the graph's attention looks further back, or less far, than config.json has it.
+
+    Some builders leave a window out. Which layers have one is the model type's business: in some
+    types not all of them.
+    """
+    config = next((claims for claims in read_claims(folder) if claims.file == CONFIG_FILE), None)
+    if config is None or not graph.windows:
+        return []
+    asked = _effective(config.sliding_window, served)
+    found = {_effective(window, served) for window in graph.windows}
+    if asked in found and found <= {asked, None}:
+        return []
+    sizes = ", ".join(str(window) for window in sorted(graph.windows))
+    return [
+        f"{CONFIG_FILE} asks for {f'a sliding window of {asked}' if asked else 'no sliding window'}"
+        f", the graph's local_window_size is {sizes} (-1: none): long prompts get other answers "
+        "than in transformers"
+    ]
+
+
+def _effective(window: int | None, served: int) -> int | None:
+    """A window as wide as what is served hides nothing."""
+    return None if window is None or window < 0 or window >= served else window

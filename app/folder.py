@@ -23,6 +23,7 @@ GENAI_FILE = "genai_config.json"
 # What the server wants to know -> how model types call it, likeliest first.
 _CONFIG_NAMES = {
     "context_length": ("max_position_embeddings", "n_positions"),
+    "sliding_window": ("sliding_window",),
     "num_layers": ("num_hidden_layers", "n_layer"),
     "num_kv_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim",),
@@ -51,6 +52,7 @@ class Claims:
     model_type: str | None = None
     context_length: int | None = None
     short_context: int | None = None  # up to where a longrope model takes its short factors
+    sliding_window: int | None = None  # None: attention looks back to the start
     num_layers: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -157,12 +159,20 @@ def _of_config(folder: Path) -> Claims | None:
         return None
     config = config.get("text_config") or config  # of a model that sees or hears as well
     numbers = _numbers(path, config, _CONFIG_NAMES)
+    if not _has_window(config):
+        numbers.pop("sliding_window", None)
     # Phi-3's files say "su" for what was named longrope later.
     rope = config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
         short = {"short_context": ("original_max_position_embeddings",)}
         numbers |= _numbers(path, rope | config, short)
     return Claims(CONFIG_FILE, config.get("model_type"), **numbers)
+
+
+def _has_window(config: Mapping[str, Any]) -> bool:
+    """Qwen2 names a window and does not use it, Qwen3 may use it in no layer."""
+    kinds = config.get("layer_types") or ["sliding_attention"]
+    return config.get("use_sliding_window", True) is not False and "sliding_attention" in kinds
 
 
 def _of_genai(folder: Path) -> Claims | None:

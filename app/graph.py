@@ -47,9 +47,8 @@ class Graph:
     logits_type: str
     vocab_size: int
     has_last_logits_only: bool
-    short_context: (
-        int | None
-    )  # tokens up to which a graph that switches its rotary factors does not
+    short_context: int | None  # tokens up to which it takes its short rotary factors (longrope)
+    windows: frozenset[int]  # how far back attention looks, -1 for all; empty if portable
 
     @property
     def num_layers(self) -> int:
@@ -144,6 +143,7 @@ class _Reader:
             vocab_size=int(logits[2]),
             has_last_logits_only=logits[1] == 1,
             short_context=_short_context(self._graph),
+            windows=_windows(self._graph),
         )
 
     def _check_tokens(self, name: str) -> None:
@@ -248,6 +248,15 @@ def _short_context(graph: onnx.GraphProto) -> int | None:
         if len(value.t.dims) == 2
     ]
     return min(lengths, default=None)
+
+
+def _windows(graph: onnx.GraphProto) -> frozenset[int]:
+    """`local_window_size` of all attention nodes; one that lacks it has no window."""
+    return frozenset(
+        next((a.i for a in node.attribute if a.name == "local_window_size"), -1)
+        for node in graph.node
+        if node.op_type == _ATTENTION
+    )
 
 
 def _disagreements(graph: Graph, claims: Claims) -> list[str]:

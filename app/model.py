@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from optimum.onnxruntime import ORTModelForCausalLM
 
-from .context import context_warnings, served_context
+from .context import context_warnings, served_context, window_warnings
 from .errors import UnservableModel, WrongSetting
 from .folder import CONFIG_FILE
 from .form import DecoderForm, Run
@@ -78,6 +78,7 @@ class OnnxModel:
         model._form.check()
         model.warnings = provider_warnings(provider, model.provider)
         model.warnings += context_warnings(folder, context_length)
+        model.warnings += window_warnings(folder, graph, context_length)
         model.warnings += filter(None, [model.mismatch])
         if device == "cuda" and model.device.type != "cuda":
             raise WrongSetting(f"DEVICE=cuda: {model.warnings[0]}")

@@ -145,7 +145,7 @@ def _expectations(folder: ModelFolder) -> dict[str, dict[str, int | None]]:
 def check_window(facts: GraphFacts, folder: ModelFolder, report: Report) -> None:
     """The sliding window of each layer is Hugging Face's; -1 where it has none.
 
-    The graph builder leaves Phi-3's out: a folder from elsewhere is served all the same.
+    Some builders leave a window out: a folder from elsewhere is served all the same.
     """
     if folder.config is None:
         return

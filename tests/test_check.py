@@ -212,7 +212,7 @@ def test_window_that_hugging_face_does_not_have_is_an_error(folder: Path) -> Non
 
 
 def test_window_that_differs_in_a_folder_of_another_tool_is_a_warning(folder: Path) -> None:
-    """Microsoft's builder leaves Phi-3's out."""
+    """It is served all the same."""
     (folder / "quantization.json").unlink()
     edit_json(folder / "config.json", sliding_window=32)
     report = check_folder(folder, fast=True)
