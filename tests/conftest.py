@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from quantize.__main__ import build
 from quantize.sources import resolve
@@ -28,6 +29,9 @@ class TinyModel:
     folder: Path  # what is served
     reference: TorchReference
 
+
+# A tiny model gains nothing by a second thread; beside other processes, waiting for it takes long.
+torch.set_num_threads(1)
 
 Build = Callable[[Path, str], Path]
 Bring = Callable[..., Path]

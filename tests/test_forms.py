@@ -10,17 +10,14 @@ import numpy as np
 import onnx
 import pytest
 
-from app.config import read_settings
 from app.errors import UnservableModel, WrongSetting
 from app.model import OnnxModel
 from app.sequence import StepPlan
-from app.service import Service
 from app.text import TextCodec
 
-from .conftest import TinyModel
-from .engines import greedy, real_engine, run
+from .conftest import Bring, TinyModel
+from .engines import greedy, loaded_service, real_engine, run
 from .folders import ODD_NAME, GraphReference, copy_edited, make_genai, make_portable
-from .live import LiveServer
 from .test_model import TOLERANCE, LogitsCheck, cache_for, ids_of_length, prefill
 from .tiny import CONTEXT, TorchReference, make_phi3
 
@@ -29,27 +26,29 @@ GPU_KINDS = [("fp16", "cuda"), ("int4", "cuda"), ("int4", "cpu")]
 
 
 @pytest.fixture(scope="module", params=MAKERS)
-def brought(
-    request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory
-) -> TinyModel:
+def brought(request: pytest.FixtureRequest, tiny: TinyModel, bring: Bring) -> TinyModel:
     """The same weights in a folder that `quantize` did not write."""
-    folder = MAKERS[request.param](tiny.source, tmp_path_factory.mktemp(request.param) / "folder")
-    return TinyModel(tiny.source, folder, tiny.reference)
+    return TinyModel(tiny.source, bring(MAKERS[request.param], tiny.source), tiny.reference)
 
 
 @pytest.fixture(scope="module")
 def loaded(brought: TinyModel) -> OnnxModel:
-    return OnnxModel.load(brought.folder, "cpu", num_threads=2)
+    return OnnxModel.load(brought.folder, "cpu", num_threads=1)
+
+
+@pytest.fixture
+def portable(tiny_llama: TinyModel, bring: Bring) -> Path:
+    return bring(make_portable, tiny_llama.source)
+
+
+@pytest.fixture
+def genai(tiny_phi3: TinyModel, bring: Bring) -> Path:
+    return bring(make_genai, tiny_phi3.source, "int4", "cpu")
 
 
 @pytest.fixture(scope="module")
-def portable(tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_portable(tiny_llama.source, tmp_path_factory.mktemp("portable") / "folder")
-
-
-@pytest.fixture(scope="module")
-def genai(tiny_phi3: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_genai(tiny_phi3.source, tmp_path_factory.mktemp("genai") / "folder", "int4")
+def longrope(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_phi3(tmp_path_factory.mktemp("longrope"), longrope_from=32)
 
 
 def test_answers_in_a_mixed_batch_are_those_of_torch(brought: TinyModel) -> None:
@@ -64,19 +63,19 @@ def test_answers_in_a_mixed_batch_are_those_of_torch(brought: TinyModel) -> None
 
 def test_rows_that_join_and_leave_have_the_logits_of_torch(brought: TinyModel) -> None:
     rng = random.Random(5)
-    engine = real_engine(brought.folder, max_batch_size=4, prefill_chunk=9)
+    engine = real_engine(brought.folder, max_batch_size=3, prefill_chunk=9)
     check = LogitsCheck(engine._model, brought.reference)
     engine._model = check
     waiting = [
-        greedy(str(i), ids_of_length(rng.randint(1, 50), seed=i), rng.randint(1, 12))
-        for i in range(6)
+        greedy(str(i), ids_of_length(rng.randint(1, 30), seed=i), rng.randint(1, 7))
+        for i in range(5)
     ]
     sequences = list(waiting)
     while waiting or not engine.is_idle:
-        if waiting and rng.random() < 0.4:
+        if waiting and rng.random() < 0.5:
             engine.submit(waiting.pop())
         engine.step()
-    assert [sequence.error for sequence in sequences] == [None] * 6
+    assert [sequence.error for sequence in sequences] == [None] * 5
     assert check.num_rows == sum(len(sequence.output_ids) for sequence in sequences)
 
 
@@ -124,9 +123,9 @@ def test_fused_graph_that_takes_positions_is_fed_each_rows_own(
 
 @pytest.mark.parametrize(("precision", "device"), GPU_KINDS)
 def test_every_precision_of_the_builder_gives_its_own_graphs_answers(
-    tiny: TinyModel, tmp_path: Path, precision: str, device: str
+    tiny_phi3: TinyModel, bring: Bring, precision: str, device: str
 ) -> None:
-    folder = make_genai(tiny.source, tmp_path / "folder", precision, device)
+    folder = bring(make_genai, tiny_phi3.source, precision, device)
     engine = real_engine(folder)
     assert engine._model.graph.kv_type == ("float16" if device == "cuda" else "float32")
     sequences = [greedy(str(n), ids_of_length(n), num_tokens=6) for n in (40, 3, 17)]
@@ -205,37 +204,38 @@ def test_graph_that_cannot_read_a_chunk_is_refused(tiny_llama: TinyModel, tmp_pa
         OnnxModel.load(folder, "cpu", num_threads=1)
 
 
-def test_longrope_folder_is_served_up_to_its_short_context(tmp_path: Path) -> None:
-    source = make_phi3(tmp_path / "source", longrope_from=32)
-    for name, maker in MAKERS.items():
-        folder = maker(source, tmp_path / name)
-        assert not (name == "genai" and (folder / "config.json").exists())
-        model = OnnxModel.load(folder, "cpu", num_threads=1)
-        assert model.context_length == 32
-        [warning] = model.warnings
-        assert f"{CONTEXT} tokens, of which 32 are served" in warning
+@pytest.mark.parametrize("name", MAKERS)
+def test_longrope_folder_is_served_up_to_its_short_context(
+    longrope: Path, bring: Bring, name: str
+) -> None:
+    folder = bring(MAKERS[name], longrope)
+    assert not (name == "genai" and (folder / "config.json").exists())
+    model = OnnxModel.load(folder, "cpu", num_threads=1)
+    assert model.context_length == 32
+    [warning] = model.warnings
+    assert f"{CONTEXT} tokens, of which 32 are served" in warning
 
 
-def test_limit_beyond_a_graphs_short_context_is_refused_by_name(tmp_path: Path) -> None:
+def test_limit_beyond_a_graphs_short_context_is_refused_by_name(
+    longrope: Path, bring: Bring
+) -> None:
     """genai_config.json does not tell it: only the graph does."""
-    folder = make_genai(make_phi3(tmp_path / "source", longrope_from=32), tmp_path / "genai")
-    service = Service(read_settings(["--model", str(folder), "--max-model-len", "33"]))
-    with pytest.raises(WrongSetting, match="MAX_MODEL_LEN=33: 32 tokens are served of"):
-        service._load()
+    service = loaded_service(bring(make_genai, longrope), "--max-model-len", "33")
+    assert isinstance(service.bridge.failure, WrongSetting)
+    assert "MAX_MODEL_LEN=33: 32 tokens are served of" in str(service.bridge.failure)
 
 
 def test_microsofts_layout_is_served_as_it_is(genai: Path, tiny_phi3: TinyModel) -> None:
     names = {file.name for file in genai.iterdir()}
     assert names >= {ODD_NAME, f"{ODD_NAME}.data", "genai_config.json"}
     assert not names & {"model.onnx", "config.json", "generation_config.json"}
-    with LiveServer(genai) as server:
-        server.wait_ready()
-        info = server.get("/info").json()
-        assert (info["form"], info["graph_file"]) == ("fused", ODD_NAME)
-        assert info["max_model_len"] == CONTEXT
-        assert info["eos_token_ids"] == sorted(TextCodec.load(tiny_phi3.folder).eos_ids)
-        answer = server.generate("the cat", max_tokens=4, ignore_eos=True)
-        assert answer["usage"]["completion_tokens"] == 4
+    service = loaded_service(genai)
+    assert service.bridge.failure is None
+    assert service._model is not None
+    info = service._model.info
+    assert (info["form"], info["graph_file"]) == ("fused", ODD_NAME)
+    assert info["max_model_len"] == CONTEXT
+    assert info["eos_token_ids"] == sorted(TextCodec.load(tiny_phi3.folder).eos_ids)
 
 
 def test_end_tokens_come_from_genai_config_too(genai: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def ids_of_length(length: int, seed: int = 0) -> list[int]:
 
 @pytest.fixture(scope="module")
 def loaded(tiny: TinyModel) -> OnnxModel:
-    return OnnxModel.load(tiny.folder, "cpu", num_threads=2)
+    return OnnxModel.load(tiny.folder, "cpu", num_threads=1)
 
 
 def cache_for(model: OnnxModel, num_rows: int = 8) -> KVCache:
@@ -211,7 +211,7 @@ def test_sliding_window_is_that_of_hugging_face(
 ) -> None:
     source = make_phi3(tmp_path_factory.mktemp("window"), sliding_window=16)
     reference = TorchReference(source)
-    model = OnnxModel.load(build_folder(source, "fp32"), "cpu", num_threads=2)
+    model = OnnxModel.load(build_folder(source, "fp32"), "cpu", num_threads=1)
     ids = ids_of_length(40)
     cache = cache_for(model)
     sequence = prefill(model, cache, 0, ids, chunk=7)
@@ -221,7 +221,7 @@ def test_sliding_window_is_that_of_hugging_face(
 
 
 def test_int8_keeps_close_to_fp32(tiny: TinyModel, build_folder: Build) -> None:
-    model = OnnxModel.load(build_folder(tiny.source, "int8"), "cpu", num_threads=2)
+    model = OnnxModel.load(build_folder(tiny.source, "int8"), "cpu", num_threads=1)
     ids = ids_of_length(33)
     chunk = PrefillChunk(greedy("one", ids), 0, 0, ids)
     logits = model.forward(StepPlan([], chunk, []), cache_for(model))[0]

@@ -11,8 +11,8 @@ from app.errors import WrongSetting
 from app.precision import find_mismatch
 
 from .conftest import TinyModel
+from .engines import loaded_service
 from .folders import copy_of, make_fp16
-from .test_probe import load
 
 HALF, FULL = torch.float16, torch.float32
 
@@ -49,7 +49,7 @@ def fp16_folder(tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory)
 def test_fp16_on_the_cpu_is_served_and_told(
     device: str, fp16_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service = load(fp16_folder, "--device", device)
+    service = loaded_service(fp16_folder, "--device", device)
     assert service.bridge.failure is None
     assert service._model is not None
     info = service._model.info
@@ -60,13 +60,13 @@ def test_fp16_on_the_cpu_is_served_and_told(
 
 
 def test_fp16_on_the_cpu_is_refused_in_strict_mode(fp16_folder: Path) -> None:
-    service = load(fp16_folder, "--strict-precision")
+    service = loaded_service(fp16_folder, "--strict-precision")
     assert isinstance(service.bridge.failure, WrongSetting)  # the process ends with 2
     assert "STRICT_PRECISION" in str(service.bridge.failure)
 
 
 def test_fp32_on_the_cpu_is_served_in_strict_mode(tiny_llama: TinyModel) -> None:
-    service = load(tiny_llama.folder, "--strict-precision")
+    service = loaded_service(tiny_llama.folder, "--strict-precision")
     assert service.bridge.failure is None
     assert service._model is not None
     assert (service._model.info["precision_mismatch"], service._model.info["warnings"]) == (

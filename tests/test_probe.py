@@ -6,20 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gevent
 import numpy as np
 import pytest
 
 from app.bridge import State
-from app.config import Settings, read_settings
 from app.errors import UnservableModel
 from app.kv_cache import KVCache
 from app.model import OnnxModel
 from app.probe import check_probe
 from app.record import Probe
-from app.service import Service
 
 from .conftest import TinyModel
+from .engines import loaded_service
 from .folders import copy_of, make_probe, weight_of
 from .tiny import VOCAB
 
@@ -40,24 +38,8 @@ class Loaded:
 
 @pytest.fixture(scope="module")
 def loaded(tiny: TinyModel) -> Loaded:
-    model = OnnxModel.load(tiny.folder, "cpu", num_threads=2)
+    model = OnnxModel.load(tiny.folder, "cpu", num_threads=1)
     return Loaded(model, make_probe(tiny.folder, TOKENS))
-
-
-def settings_for(folder: Path, *arguments: str) -> Settings:
-    return read_settings(["--model", str(folder), "--threads", "1", *arguments])
-
-
-def load(folder: Path, *arguments: str) -> Service:
-    """A service that has loaded the folder or failed to, on its engine thread."""
-    service = Service(settings_for(folder, *arguments))
-    service.bridge.start()
-    with gevent.Timeout(60):
-        while service.bridge.state is State.LOADING:
-            gevent.sleep(0.01)
-    service.bridge.request_stop()
-    assert service.bridge.ended.wait(20)
-    return service
 
 
 def test_graph_that_computes_as_where_it_was_built_passes(loaded: Loaded) -> None:
@@ -118,7 +100,7 @@ def test_folder_whose_weights_have_changed_never_gets_ready(
 ) -> None:
     folder = copy_of(tiny.folder, tmp_path, probe=make_probe(tiny.folder, TOKENS))
     weight_of(folder, SCALED)[:] *= 3
-    service = load(folder)
+    service = loaded_service(folder)
     assert service.bridge.state is State.FAILED
     assert isinstance(service.bridge.failure, UnservableModel)
     assert "computes other numbers" in str(service.bridge.failure)
@@ -129,7 +111,7 @@ def test_probe_longer_than_a_row_is_read_all_the_same(
 ) -> None:
     probe = make_probe(tiny_llama.folder, TOKENS)
     folder = copy_of(tiny_llama.folder, tmp_path, probe=probe)
-    service = load(folder, "--max-model-len", "4", "--prefill-chunk", "2")
+    service = loaded_service(folder, "--max-model-len", "4", "--prefill-chunk", "2")
     assert service.bridge.failure is None
     assert service._model is not None
     assert service._model.info["probe"] == "passed"
@@ -137,7 +119,7 @@ def test_probe_longer_than_a_row_is_read_all_the_same(
 
 def test_folder_without_a_probe_is_served(tiny_llama: TinyModel, tmp_path: Path) -> None:
     folder = copy_of(tiny_llama.folder, tmp_path, probe=None)
-    service = load(folder)
+    service = loaded_service(folder)
     assert service.bridge.failure is None
     assert service._model is not None
     assert service._model.info["probe"] == "none"
