@@ -1,22 +1,17 @@
-"""Model folders that `quantize` did not write (optimum's own export, Microsoft's layout), and
-changed copies of any: another record, another weight, another graph, another precision."""
+"""Model folders that `quantize` did not write (optimum's own export, Microsoft's layout), and what
+their graphs say by a session of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
-import os
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from quantize import MODEL_FILE
 
@@ -55,19 +50,6 @@ def make_genai(source: Path, folder: Path, precision: str = "fp32", device: str 
     return folder
 
 
-def copy_edited(folder: Path, target: Path, edit: Callable[[onnx.ModelProto], object]) -> Path:
-    """The folder with its graph edited; data files are links."""
-    target.mkdir(exist_ok=True)
-    for file in folder.iterdir():
-        if file.suffix == ".onnx":
-            model = onnx.load(file, load_external_data=False)
-            edit(model)
-            onnx.save(model, target / file.name)
-        else:
-            os.link(file, target / file.name)
-    return target
-
-
 class GraphReference:
     """The same graph, read anew for every token: one row, no past, so no cache can be wrong."""
 
@@ -89,32 +71,6 @@ class GraphReference:
             feeds[node.name] = np.zeros((1, heads, 0, width), kind)
         logits: np.ndarray = self._session.run(["logits"], feeds)[0][0, -1]
         return logits
-
-
-def copy_of(folder: Path, target: Path, **record: Any) -> Path:
-    """With `record` added to its quantization.json."""
-    shutil.copytree(folder, target, dirs_exist_ok=True)
-    path = target / "quantization.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | record))
-    return target
-
-
-def weight_of(folder: Path, name: str) -> NDArray[np.float32]:
-    """A float weight in the folder's data file, to be written in place."""
-    graph = onnx.load(folder / MODEL_FILE, load_external_data=False).graph
-    [tensor] = [tensor for tensor in graph.initializer if tensor.name == name]
-    place = {entry.key: entry.value for entry in tensor.external_data}
-    file, offset = folder / place["location"], int(place["offset"])
-    return np.memmap(file, np.float32, "r+", offset, tuple(tensor.dims))
-
-
-def make_fp16(folder: Path) -> None:
-    """Keys, values, logits and weights."""
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    model = onnx.load(folder / MODEL_FILE)
-    (folder / f"{MODEL_FILE}.data").unlink()
-    onnx.save(convert_float_to_float16(model), folder / MODEL_FILE)
 
 
 def make_probe(folder: Path, token_ids: list[int], num_top: int = 8) -> dict[str, Any]:

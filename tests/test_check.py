@@ -21,7 +21,7 @@ from quantize.model_folder import ModelFolder
 from quantize.report import Level, Report
 
 from .conftest import Bring, TinyModel
-from .damage import (
+from .edits import (
     DATA_FILE,
     copy_with_hashes,
     edit_graph,

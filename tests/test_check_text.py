@@ -14,7 +14,7 @@ from quantize.check_text import check_text
 from quantize.model_folder import read_folder
 from quantize.report import Level, Report
 
-from .damage import edit_json
+from .edits import edit_json
 from .tiny_tokenizers import PHI3_SPECIALS, byte_level_tokenizer, sentencepiece_tokenizer
 
 VOCAB = 32064  # Phi-3's, wider than its tokenizer

@@ -20,7 +20,8 @@ from app.graph import read_graph
 from app.model import OnnxModel
 
 from .conftest import TinyModel
-from .folders import copy_edited, make_genai
+from .edits import copy_edited, copy_of
+from .folders import make_genai
 from .tiny import CONTEXT, make_phi3
 
 ASKED = {"sliding_window": 32}
@@ -39,7 +40,7 @@ def told(folder: Path, windows: set[int], config: dict[str, Any] | None) -> list
 
 @pytest.fixture
 def folder(tiny_phi3: TinyModel, tmp_path: Path) -> Path:
-    return copy_edited(tiny_phi3.folder, tmp_path / "copy", lambda model: None)
+    return copy_of(tiny_phi3.folder, tmp_path / "copy")
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from app.sequence import PrefillChunk, StepPlan
 from app.weights import find_data_problems
 
 from .conftest import TinyModel
+from .edits import copy_edited, copy_of
 from .engines import greedy
-from .folders import copy_edited
 from .live import ROOT
 from .test_model import cache_for, ids_of_length
 
@@ -233,7 +233,7 @@ def test_folder_moved_whole_still_loads(
 def test_missing_file_is_told_before_anything_slow_is_imported(
     tiny_llama: TinyModel, tmp_path: Path
 ) -> None:
-    folder = copy_edited(tiny_llama.folder, tmp_path / "copy", lambda model: None)
+    folder = copy_of(tiny_llama.folder, tmp_path / "copy")
     (folder / "model.onnx.data").rename(folder / "weights.data")
     command = [sys.executable, "-X", "importtime", "-m", "app", "--port", "0"]
     environment = os.environ | {"MODEL_PATH": str(folder), "HOST": "127.0.0.1"}
@@ -357,9 +357,8 @@ def test_graph_that_cannot_be_served_rightly_is_refused_with_the_reason(
 def test_config_that_disagrees_with_the_graph_is_refused(
     tiny_llama: TinyModel, tmp_path: Path, changed: dict[str, object], reason: str
 ) -> None:
-    folder = copy_edited(tiny_llama.folder, tmp_path / "copy", lambda model: None)
+    folder = copy_of(tiny_llama.folder, tmp_path / "copy")
     config = json.loads((folder / "config.json").read_text()) | changed
-    (folder / "config.json").unlink()
     write(folder, config=config)
     with pytest.raises(UnservableModel, match=reason):
         read_graph(folder)

@@ -11,8 +11,8 @@ from app.errors import WrongSetting
 from app.precision import find_mismatch
 
 from .conftest import TinyModel
+from .edits import copy_of, make_fp16
 from .engines import loaded_service
-from .folders import copy_of, make_fp16
 
 HALF, FULL = torch.float16, torch.float32
 

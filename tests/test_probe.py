@@ -17,8 +17,9 @@ from app.probe import check_probe
 from app.record import Probe
 
 from .conftest import TinyModel
+from .edits import copy_of, weight_of
 from .engines import loaded_service
-from .folders import copy_of, make_probe, weight_of
+from .folders import make_probe
 from .tiny import VOCAB
 
 TOKENS = [5, 80, 17, 260, 33, 9, 101]

@@ -24,7 +24,7 @@ from quantize import MODEL_FILE
 from quantize.external_data import all_tensors, external_tensors
 
 from .conftest import Build, TinyModel
-from .damage import edit_json, truncate
+from .edits import edit_json, truncate
 from .live import ROOT
 from .test_export import run_quantize
 from .tiny_tokenizers import byte_level_tokenizer

@@ -14,7 +14,8 @@ import pytest
 from app.text import TextCodec
 
 from .conftest import TinyModel
-from .folders import copy_of, make_probe, weight_of
+from .edits import copy_of, weight_of
+from .folders import make_probe
 from .live import LiveServer
 from .test_http import run_app
 from .test_probe import TOKENS

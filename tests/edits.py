@@ -1,4 +1,4 @@
-"""Model folders made wrong on purpose, from a good one that stays as it is."""
+"""Model folders changed on purpose, or made wrong, from a good one that stays as it is."""
 
 from __future__ import annotations
 
@@ -8,13 +8,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+from numpy.typing import NDArray
 
 from quantize import MODEL_FILE
 from quantize.external_data import all_tensors
 from quantize.hashes import file_table
 
 DATA_FILE = f"{MODEL_FILE}.data"
+
+
+def copy_of(good: Path, folder: Path, **record: Any) -> Path:
+    """A copy of `good`, with `record` added to its quantization.json."""
+    shutil.copytree(good, folder, dirs_exist_ok=True)
+    if record:
+        edit_json(folder / "quantization.json", **record)
+    return folder
+
+
+def copy_edited(good: Path, folder: Path, edit: Callable[[onnx.ModelProto], object]) -> Path:
+    """A copy of `good` with its graph edited."""
+    shutil.copytree(good, folder, dirs_exist_ok=True)
+    edit_graph(folder, edit)
+    return folder
 
 
 def copy_with_hashes(good: Path, folder: Path) -> Path:
@@ -37,7 +54,7 @@ def truncate(path: Path) -> None:
 
 
 def edit_graph(folder: Path, edit: Callable[[onnx.ModelProto], object]) -> None:
-    path = folder / MODEL_FILE
+    [path] = folder.glob("*.onnx")
     model = onnx.load(path, load_external_data=False)
     edit(model)
     path.write_bytes(model.SerializeToString())
@@ -72,3 +89,21 @@ def relocate(model: onnx.ModelProto, location: str) -> None:
         for entry in tensor.external_data:
             if entry.key == "location":
                 entry.value = location
+
+
+def weight_of(folder: Path, name: str) -> NDArray[np.float32]:
+    """A float weight in the folder's data file, to be written in place."""
+    graph = onnx.load(folder / MODEL_FILE, load_external_data=False).graph
+    [tensor] = [tensor for tensor in graph.initializer if tensor.name == name]
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    file, offset = folder / place["location"], int(place["offset"])
+    return np.memmap(file, np.float32, "r+", offset, tuple(tensor.dims))
+
+
+def make_fp16(folder: Path) -> None:
+    """Keys, values, logits and weights."""
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    model = onnx.load(folder / MODEL_FILE)
+    (folder / f"{MODEL_FILE}.data").unlink()
+    onnx.save(convert_float_to_float16(model), folder / MODEL_FILE)
