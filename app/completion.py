@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from .text import Detokenizer  # brings transformers, which the hub does not wait for
 
 
+_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """Text that can be sent, and on the last delta why the answer ends."""
@@ -43,7 +46,7 @@ class Completion:
             ids = [advance.token_id for advance in advances if advance.token_id is not None]
             if reason is FinishReason.STOP:
                 ids.pop()  # the EOS itself is no text
-            is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
+            is_complete = reason in _COMPLETE
             text = self._detokenizer.feed(ids, is_last=is_complete)
             if text or is_complete:
                 yield Delta(text, reason if is_complete else None)

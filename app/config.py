@@ -5,13 +5,16 @@ click checks every value before anything slow is imported, and its message names
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+
+from .errors import UnservableModel
+from .folder import find_graph, read_context_length
+from .record import read_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class Settings:
     host: str
     port: int
     device: str
+    strict_precision: bool
     threads: int
     max_batch_size: int
     max_model_len: int
@@ -31,11 +35,10 @@ class Settings:
 
 
 def _model_folder(_: click.Context, __: click.Parameter, value: Path) -> Path:
-    if not (value / "model.onnx").is_file():
-        raise click.BadParameter(
-            f"{str(value)!r} is not a model folder: it has no model.onnx. "
-            "Build one with 'make model' or 'python -m quantize'."
-        )
+    try:
+        find_graph(value)
+    except UnservableModel as error:
+        raise click.BadParameter(str(error)) from None
     return value
 
 
@@ -48,19 +51,17 @@ def _not_one(_: click.Context, __: click.Parameter, value: int) -> int:
 def _check(**values: Any) -> Settings:
     """The settings as a whole: a limit must lie within the model's own."""
     settings = Settings(**values)
-    config = settings.model_path / "config.json"
     try:
-        context = json.loads(config.read_text())["max_position_embeddings"]
-        if not isinstance(context, int) or context < 2:
-            raise ValueError(f"max_position_embeddings is {context!r}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        context = read_context_length(settings.model_path)
+        note = read_record(settings.model_path).context_note
+    except UnservableModel as error:
         raise click.BadParameter(
-            f"{config} does not tell the model's context: {error!r}",
-            param_hint="'--model' (env var: 'MODEL_PATH')",
+            str(error), param_hint="'--model' (env var: 'MODEL_PATH')"
         ) from None
     if settings.max_model_len > context:
         raise click.BadParameter(
-            f"{settings.max_model_len} is more than the model's context of {context} tokens",
+            f"{settings.max_model_len} is more than the model's context of {context} tokens"
+            + (f" ({note})" if note else ""),
             param_hint="'--max-model-len' (env var: 'MAX_MODEL_LEN')",
         )
     return settings
@@ -81,7 +82,8 @@ OPTIONS: list[click.Parameter] = [
     _option(
         "--model",
         "model_path",
-        "Folder of the model, as `python -m quantize` writes it.",
+        "Folder of the model: what `python -m quantize` writes, an ONNX export of optimum, or "
+        "Microsoft's layout.",
         type=click.Path(path_type=Path),
         default="models/default",
         callback=_model_folder,
@@ -100,6 +102,15 @@ OPTIONS: list[click.Parameter] = [
         "`cuda` fails without a usable GPU, `auto` falls back to the CPU.",
         type=click.Choice(["auto", "cpu", "cuda"]),
         default="auto",
+    ),
+    _option(
+        "--strict-precision",
+        "strict_precision",
+        "Refuse a graph whose precision does not suit the device, instead of warning.",
+        type=click.BOOL,
+        is_flag=False,
+        flag_value="true",
+        default=False,
     ),
     _option(
         "--threads",

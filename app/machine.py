@@ -1,7 +1,7 @@
 """What this process may use of its machine: a container's share, not the host's size.
 
 Reads the affinity mask and the cgroup's files, version 2 and version 1 (kernel.org, "Control Group
-v2"; "CFS Bandwidth Control").
+v2"; "CFS Bandwidth Control"), and what the kernel says of the CPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from pathlib import Path
 import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
+CPUINFO = Path("/proc/cpuinfo")
+# On which the choice of int8 kernels depends; the last two are Arm's.
+_INT8_FEATURES = ("avx2", "avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
 
 
 def available_cpus(cgroup: Path = CGROUP) -> int:
@@ -41,6 +44,17 @@ def available_memory(cgroup: Path = CGROUP) -> int:
             used -= _statistic(cgroup / stat_file, cache)
             free = min(free, max(0, limit - used))
     return free
+
+
+def cpu_features(cpuinfo: Path = CPUINFO) -> list[str]:
+    """The instruction sets for int8 that this CPU has; none where the kernel does not tell."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return []
+    # "flags" on x86, "Features" on Arm; a line for each CPU, all alike.
+    found = {f for line in lines if line.startswith(("flags", "Features")) for f in line.split()}
+    return [feature for feature in _INT8_FEATURES if feature in found]
 
 
 def _cpu_quota(cgroup: Path) -> float:

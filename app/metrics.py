@@ -66,6 +66,9 @@ class Metrics:
         self._success = counter(
             "request_success_total", "Requests ended by the engine.", ("finish_reason",)
         )
+        self._spoiled = counter(
+            "non_finite_logits_total", "Requests failed by logits that were not finite."
+        )
         self._rejected = counter(
             "requests_rejected_total",
             "Requests answered with an error, by its code.",
@@ -76,6 +79,10 @@ class Metrics:
         self._batch.observe(len(plan.decode) + (plan.prefill is not None))
         if plan.prefill is not None:
             self._prompt.inc(len(plan.prefill.token_ids))
+
+    def spoiled(self, num_rows: int) -> None:
+        """So many rows of a step had logits that were not finite."""
+        self._spoiled.inc(num_rows)
 
     def advanced(self, sequence: Sequence, now: float) -> None:
         """A token of `sequence` came at `now`; its stamps are those before it."""

@@ -56,6 +56,13 @@ class GenerateRequest(BaseModel):
         None, ge=-(2**63), lt=2**63, description="an integer of 64 bits; random by default"
     )
     ignore_eos: bool = Field(False, description="true or false; true generates max_tokens tokens")
+    repetition_guard: int | None = Field(
+        None,
+        ge=2,
+        le=1000,
+        description="an integer from 2 to 1000, how often the same 1 to 32 tokens may stand in a "
+        "row until the answer ends, or null (off)",
+    )
 
     def sampling_params(self, max_tokens: int) -> SamplingParams:
         temperature = self.temperature
@@ -69,6 +76,7 @@ class GenerateRequest(BaseModel):
             top_p=self.top_p,
             seed=secrets.randbits(64) if self.seed is None else self.seed % 2**64,
             ignore_eos=self.ignore_eos,
+            repetition_guard=self.repetition_guard or 0,
         )
 
 

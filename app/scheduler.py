@@ -11,8 +11,13 @@ from __future__ import annotations
 
 from collections import deque
 
+from .repetition import extend_runs, num_repeats
 from .sampler import Sampled
 from .sequence import Advance, FinishReason, Move, PrefillChunk, Sequence, Status, StepPlan
+
+_NOT_FINITE = (
+    "the model's logits are not finite for this request (an overflow in fp16, or broken weights)"
+)
 
 
 class Scheduler:
@@ -70,7 +75,7 @@ class Scheduler:
             if sampled.is_finite[row]:
                 advances.append(self._append(sequence, int(sampled.token_ids[row])))
             else:
-                advances.append(_failed(sequence, "the model's logits are not finite"))
+                advances.append(_failed(sequence, _NOT_FINITE))
         return advances
 
     def fail(self, plan: StepPlan, error: str) -> list[Advance]:
@@ -83,6 +88,8 @@ class Scheduler:
         params = sequence.params
         if token_id in self._eos_ids and not params.ignore_eos:
             sequence.finish(FinishReason.STOP)
+        elif params.repetition_guard and _repeats(sequence):
+            sequence.finish(FinishReason.REPETITION)
         elif (
             len(sequence.output_ids) >= params.max_tokens
             or sequence.num_tokens >= self._max_model_len
@@ -135,6 +142,11 @@ class Scheduler:
             moves.append(Move(self._prefill_row, len(rows), self._prefilling.num_cached))
             self._prefill_row = len(rows)
         return moves
+
+
+def _repeats(sequence: Sequence) -> bool:
+    sequence.runs = extend_runs(sequence.runs, sequence.output_ids)
+    return num_repeats(sequence.runs) >= sequence.params.repetition_guard
 
 
 def _failed(sequence: Sequence, error: str) -> Advance:

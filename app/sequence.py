@@ -18,6 +18,7 @@ class Status(enum.Enum):
 class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
+    REPETITION = "repetition"
     ABORT = "abort"
     ERROR = "error"
 
@@ -27,7 +28,8 @@ class SamplingParams:
     """How to choose tokens. Values are valid already: the edge has checked them.
 
     `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; `seed` alone, with the number of
-    the step, determines the random choices.
+    the step, determines the random choices. `repetition_guard` is how often in a row the same
+    n-gram ends an answer; 0 is off.
     """
 
     max_tokens: int
@@ -36,6 +38,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     ignore_eos: bool = False
+    repetition_guard: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +55,7 @@ class Sequence:
     arrived_at: float = 0.0
     output_ids: list[int] = field(default_factory=list)
     num_cached: int = 0
+    runs: list[int] = field(default_factory=list)  # of `repetition`, if it is guarded
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None

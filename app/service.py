@@ -1,48 +1,33 @@
 """What the routes work with: settings, metrics, the bridge and, once loaded, the model's text side.
 
-`_load` runs on the engine thread and imports torch, transformers and ONNX Runtime there, so that
-the hub answers health checks from the first moment.
+`_load` runs on the engine thread and imports `loading` there, so that the hub answers health checks
+from the first moment.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import time
 import uuid
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
 from .bridge import Bridge, State
 from .completion import Completion
 from .config import Settings
-from .errors import InvalidRequest, NotReady, UnservableModel, WrongSetting
-from .machine import available_cpus
+from .errors import InvalidRequest, NotReady
 from .metrics import Metrics
 from .protocol import GenerateRequest, resolve_max_tokens
 from .sequence import Sequence
 
 if TYPE_CHECKING:
     from .engine import Engine
-    from .text import TextCodec
+    from .loading import LoadedModel
 
 log = logging.getLogger(__name__)
 
-_KV_MEMORY_SHARE = 0.8  # of what is free once the weights are loaded; the rest is workspace
 _LONG_PROMPT = 8192  # characters
-_SHOWN_VERSIONS = ("onnxruntime", "onnxruntime-gpu", "optimum-onnx", "torch", "transformers")
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """The hub's side of a loaded model."""
-
-    name: str
-    codec: TextCodec
-    max_model_len: int
-    info: dict[str, Any]
 
 
 class Service:
@@ -84,56 +69,13 @@ class Service:
         return Completion(self.bridge.submit(sequence), model.codec.detokenizer())
 
     def _load(self) -> Engine:
-        from .engine import Engine
-        from .kv_cache import KVBudget, KVCache
-        from .model import OnnxModel
-        from .scheduler import Scheduler
-        from .text import TextCodec
+        from .graph import read_graph
 
-        settings, started_at = self.settings, time.monotonic()
-        num_threads = settings.threads or available_cpus()
-        folder = settings.model_path
-        codec = TextCodec.load(folder)
-        model = OnnxModel.load(folder, settings.device, num_threads)
-        if codec.vocab_size > model.spec.vocab_size:
-            raise UnservableModel(
-                f"{folder}: the tokenizer has {codec.vocab_size} tokens, the graph "
-                f"{model.spec.vocab_size}: they do not belong together"
-            )
-        max_len = settings.max_model_len or model.context_length
-        budget = KVBudget(
-            num_bytes=int(_KV_MEMORY_SHARE * model.free_memory()),
-            bytes_per_row=max_len * model.spec.kv.bytes_per_token,
-            max_rows=settings.max_batch_size,
-        )
-        if budget.num_rows < 1:
-            raise WrongSetting(
-                f"the KV cache of one request of {max_len} tokens takes {budget.bytes_per_row:,} "
-                f"bytes, and {budget.num_bytes:,} can be had: lower MAX_MODEL_LEN"
-            )
-        cache = KVCache(model.spec.kv, budget.num_rows, max_len, model.device)
-        scheduler = Scheduler(budget.num_rows, max_len, settings.prefill_chunk, codec.eos_ids)
-        description = model.describe(folder)
-        self._model = LoadedModel(
-            name=description["model"],
-            codec=codec,
-            max_model_len=max_len,
-            info=description
-            | {
-                "requested_device": settings.device,
-                "threads": num_threads,
-                "max_batch_size": budget.num_rows,
-                "max_model_len": max_len,
-                "prefill_chunk": settings.prefill_chunk,
-                "eos_token_ids": sorted(codec.eos_ids),
-                "kv_cache_bytes": budget.num_rows * budget.bytes_per_row,
-                "versions": _versions(),
-            },
-        )
+        started_at = time.monotonic()
+        graph = read_graph(self.settings.model_path)
+
+        from .loading import load  # seconds: a missing file has been told by now
+
+        engine, self._model = load(graph, self.settings, self.metrics)
         log.info("loaded %s in %.1f s", self._model.info, time.monotonic() - started_at)
-        return Engine(model, cache, scheduler, self.metrics)
-
-
-def _versions() -> dict[str, str]:
-    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    return {name: installed[name] for name in _SHOWN_VERSIONS if name in installed}
+        return engine

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from .errors import UnservableModel
+from .folder import CONFIG_FILE, GENAI_FILE, read_json
 
 _SENTINEL = "answer-of-the-assistant"
 
@@ -142,16 +143,17 @@ def _sentencepiece_bytes(token: str) -> bytes:
 
 
 def find_eos_ids(folder: Path, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
-    """Every id that ends an answer: what tokenizer, config.json and generation_config.json name,
+    """Every id that ends an answer: what the tokenizer and the folder's JSON files name,
     and the token with which the chat template ends a turn. They often disagree (Phi-3: 32000,
     a list, and `<|end|>`); each of them alone lets some answers run on."""
     found = {tokenizer.eos_token_id, _turn_end(tokenizer)}
-    for name in ("config.json", "generation_config.json"):
-        path = folder / name
-        try:
-            eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        except json.JSONDecodeError as error:
-            raise UnservableModel(f"{path} is not valid JSON: {error}") from error
+    genai = read_json(folder / GENAI_FILE) or {}
+    for named in (
+        read_json(folder / CONFIG_FILE),
+        read_json(folder / "generation_config.json"),
+        genai.get("model"),
+    ):
+        eos = (named or {}).get("eos_token_id")
         found.update(eos if isinstance(eos, list) else [eos])
     return frozenset(id_ for id_ in found if id_ is not None)
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import click
 from tqdm import tqdm
 
+from .commands import BuildOrCheck
 from .errors import QuantizeError
 from .floor import Floor
 from .gate import Gate
@@ -29,7 +30,7 @@ _FLOOR = Floor()
 _WHY_INT8 = "8-bit weights, a scale for each 32: nearly the fp32 answers in less than half the size"
 
 
-@click.command("python -m quantize")
+@click.command("python -m quantize", cls=BuildOrCheck)
 @click.argument("model")
 @click.option("--revision", help="Branch, tag or commit of a Hugging Face id.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")

@@ -8,6 +8,7 @@ last real token of each row instead of every position.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import shutil
 import tempfile
@@ -37,6 +38,9 @@ def export_fused(source: Path, folder: Path, on_stage: Callable[[str], None]) ->
     _refuse_longrope(config)
     with tempfile.TemporaryDirectory(dir=folder, prefix="builder-") as scratch:
         _run_builder(source, Path(scratch), on_stage)
+        # The builder's objects refer to each other, and so outlive it with all weights mapped:
+        # 2.5 GB of the next stage's peak for a model of 2.4 GB.
+        gc.collect()
         for name in (MODEL_FILE, f"{MODEL_FILE}.data"):
             shutil.move(Path(scratch) / name, folder / name)
     model = onnx.load(folder / MODEL_FILE, load_external_data=False)

@@ -37,6 +37,7 @@ def write(
         "source": source.description,
         "precision": precision,
         "form": "fused",
+        "device": "cpu",  # what the graph builder was asked for
         "bytes": files,
         "tools": tool_versions(),
     }

@@ -11,9 +11,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from quantize.__main__ import build
 from quantize.sources import resolve
@@ -28,7 +30,11 @@ class TinyModel:
     reference: TorchReference
 
 
+# A tiny model gains nothing by a second thread; beside other processes, waiting for it takes long.
+torch.set_num_threads(1)
+
 Build = Callable[[Path, str], Path]
+Bring = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +48,17 @@ def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Build:
         with resolve(str(source), root / "cache", root) as resolved:
             build(resolved, folder, precision, gate=None)
         return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def bring(tmp_path_factory: pytest.TempPathFactory) -> Bring:
+    """Folders that `quantize` did not write, by a maker of `folders`; each is made once."""
+
+    @cache
+    def make(maker: Callable[..., Path], source: Path, *arguments: str) -> Path:
+        return maker(source, tmp_path_factory.mktemp(maker.__name__) / "folder", *arguments)
 
     return make
 

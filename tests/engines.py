@@ -1,4 +1,4 @@
-"""Engines for tests: one factory for a real model folder, one for a stub model.
+"""Engines for tests, on a real model folder or on a stub model; and a whole service.
 
 The stub keeps token ids where a model keeps keys, so a row that was moved wrongly, or read before
 it was written, is found at once; its next token is a hash of all ids of the row.
@@ -10,13 +10,17 @@ import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import gevent
 import numpy as np
 from numpy.typing import NDArray
 
-from app.engine import Engine, Unobserved
+from app.bridge import State
+from app.config import read_settings
+from app.engine import Engine, Observer, Unobserved
 from app.kv_cache import KVCache
 from app.scheduler import Scheduler
 from app.sequence import Advance, Move, SamplingParams, Sequence, StepPlan
+from app.service import Service
 
 STUB_VOCAB = 97
 
@@ -64,6 +68,20 @@ class StubModel:
         assert cache.rows[row] == expected, f"row {row} does not hold {owner.request_id}"
 
 
+class ScriptedModel:
+    """Says `script`, token by token, whatever the prompt."""
+
+    def __init__(self, script: list[int]) -> None:
+        self._script = script
+        self._vocab = max(script) + 1
+
+    def forward(self, plan: StepPlan, cache: TokenCache) -> NDArray[np.float32]:
+        logits = np.zeros((len(plan.sampled), self._vocab), np.float32)
+        for row, sequence in enumerate(plan.sampled):
+            logits[row, self._script[len(sequence.output_ids) % len(self._script)]] = 1.0
+        return logits
+
+
 def stub_next(ids: list[int]) -> int:
     return zlib.crc32(bytes(str(ids), "ascii")) % STUB_VOCAB
 
@@ -80,11 +98,21 @@ def stub_engine(
     max_model_len: int = 64,
     prefill_chunk: int = 8,
     eos_ids: Iterable[int] = (),
+    observer: Observer | None = None,
 ) -> tuple[Engine, StubModel]:
     model = StubModel()
     scheduler = Scheduler(max_batch_size, max_model_len, prefill_chunk, frozenset(eos_ids))
     cache = TokenCache(max_batch_size)
-    return Engine(model, cache, scheduler, Unobserved()), model  # type: ignore[arg-type]
+    engine = Engine(model, cache, scheduler, observer or Unobserved())  # type: ignore[arg-type]
+    return engine, model
+
+
+def scripted_engine(
+    script: list[int], eos_ids: Iterable[int] = (), observer: Observer | None = None
+) -> Engine:
+    scheduler = Scheduler(4, 4096, 64, frozenset(eos_ids))
+    model, cache = ScriptedModel(script), TokenCache(4)
+    return Engine(model, cache, scheduler, observer or Unobserved())  # type: ignore[arg-type]
 
 
 def real_engine(
@@ -92,10 +120,22 @@ def real_engine(
 ) -> Engine:
     from app.model import OnnxModel
 
-    model = OnnxModel.load(folder, "cpu", num_threads=2)
+    model = OnnxModel.load(folder, "cpu", num_threads=1)
     cache = KVCache(model.spec.kv, max_batch_size, max_model_len, model.device)
     scheduler = Scheduler(max_batch_size, max_model_len, prefill_chunk, frozenset())
     return Engine(model, cache, scheduler, Unobserved())
+
+
+def loaded_service(folder: Path, *arguments: str) -> Service:
+    """In this process: it has loaded the folder and made a token, or failed to, and has ended."""
+    service = Service(read_settings(["--model", str(folder), "--threads", "1", *arguments]))
+    service.bridge.start()
+    with gevent.Timeout(60):
+        while service.bridge.state is State.LOADING:
+            gevent.sleep(0.01)
+    service.bridge.request_stop()
+    assert service.bridge.ended.wait(20)
+    return service
 
 
 def greedy(name: str, prompt: list[int], num_tokens: int = 8) -> Sequence:

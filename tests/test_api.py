@@ -10,20 +10,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import gevent
+import numpy as np
 import pytest
 from flask.testing import FlaskClient
+from numpy.typing import NDArray
+from werkzeug.test import TestResponse
 
 from app.api import create_app
 from app.config import Settings
 from app.engine import Engine
+from app.loading import LoadedModel
 from app.sequence import StepPlan
-from app.service import LoadedModel, Service
+from app.service import Service
 from app.text import Detokenizer, TextCodec
 
 from .engines import StubModel, stub_answer, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
-SETTINGS = Settings(Path(), "127.0.0.1", 0, "cpu", 1, 4, 64, 8, 100_000, "info")
+SETTINGS = Settings(Path(), "127.0.0.1", 0, "cpu", False, 1, 4, 64, 8, 100_000, "info")
 
 
 class StubService(Service):
@@ -33,7 +37,7 @@ class StubService(Service):
     eos_ids: tuple[int, ...] = ()
 
     def _load(self) -> Engine:
-        engine, self.stub = stub_engine(eos_ids=self.eos_ids)
+        engine, self.stub = stub_engine(eos_ids=self.eos_ids, observer=self.metrics)
         codec = TextCodec(byte_level_tokenizer(), frozenset())
         self._model = LoadedModel("stub", codec, 64, {"model": "stub"})
         return engine
@@ -140,6 +144,46 @@ def test_end_token_ends_the_answer_and_is_no_text(
     assert "".join(answer["text"] for answer in answers) == expected
     assert answers[-1]["finish_reason"] == "stop"
     assert answers[-1]["usage"]["completion_tokens"] == length + 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_before", [0, 5])
+def test_request_with_non_finite_logits_fails_alone_and_is_counted(
+    service: StubService, num_before: int, stream: bool
+) -> None:
+    """The second of three in a batch, at its first token and later."""
+    prompts = ["a", "b", "c"]
+    spoiled_ids = byte_level_tokenizer().encode("b")
+    all_have_come = threading.Event()
+
+    def spoil(plan: StepPlan, logits: NDArray[np.float32]) -> None:
+        all_have_come.wait(20)
+        for row, sequence in enumerate(plan.sampled):
+            if sequence.prompt_ids == spoiled_ids and len(sequence.output_ids) == num_before:
+                logits[row, 3] = np.nan
+
+    service.stub.change = spoil
+    app = create_app(service)
+
+    def ask(prompt: str) -> TestResponse:
+        body = {"prompt": prompt, "max_tokens": 30, "stream": stream}
+        return app.test_client().post("/generate", json=body)
+
+    jobs = [gevent.spawn(ask, prompt) for prompt in prompts]
+    gevent.spawn(all_have_come.set)
+    first, second, third = (job.get() for job in jobs)
+    for response in (first, third):
+        end = events(response.data)[-1] if stream else response.get_json()
+        assert (end["finish_reason"], end["usage"]["completion_tokens"]) == ("length", 30)
+    assert second.status_code == (200 if stream and num_before else 500)
+    end = events(second.data)[-1] if second.status_code == 200 else second.get_json()
+    assert (end["error"]["code"], "not finite" in end["error"]["message"]) == (
+        "model_failure",
+        True,
+    )
+    assert any(len(plan.sampled) == 3 for plan in service.stub.plans) or num_before == 0
+    assert service.registry.get_sample_value("phi_serve_non_finite_logits_total") == 1
+    assert service.bridge.is_ready
 
 
 def test_fault_in_the_detokenizer_is_one_error_event_and_frees_the_row(

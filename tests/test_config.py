@@ -23,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "host": "0.0.0.0",
     "port": 8080,
     "device": "auto",
+    "strict_precision": False,
     "threads": 0,
     "max_batch_size": 32,
     "max_model_len": 0,
@@ -36,6 +37,7 @@ RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
     "HOST": (("127.0.0.1", "127.0.0.1"), ("::", "::")),
     "PORT": (("1", 1), ("65535", 65535)),
     "DEVICE": (("cpu", "cpu"), ("cuda", "cuda")),
+    "STRICT_PRECISION": (("true", True), ("1", True)),
     "THREADS": (("1", 1), ("1024", 1024)),
     "MAX_BATCH_SIZE": (("1", 1), ("1024", 1024)),
     "MAX_MODEL_LEN": (("2", 2), (str(CONTEXT), CONTEXT)),
@@ -48,6 +50,7 @@ WRONG: dict[str, list[str]] = {
     "MODEL_PATH": ["nowhere", "no-graph", "one/model.onnx"],
     "PORT": ["nope", "-1", "65536", "80.5"],
     "DEVICE": ["gpu", "cuda:0"],
+    "STRICT_PRECISION": ["maybe", "2"],
     "THREADS": ["many", "-1", "1025"],
     "MAX_BATCH_SIZE": ["many", "0", "-1", "1025"],
     "MAX_MODEL_LEN": ["long", "-1", "1e3", "1", str(CONTEXT + 1)],
@@ -178,6 +181,42 @@ def test_config_that_does_not_tell_the_context_is_named(
         read_settings(["--model", "one"])
     assert exit_.value.code == 2
     assert "one/config.json" in capsys.readouterr().err
+
+
+def test_strict_precision_is_a_flag_of_its_own_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert read_settings(["--strict-precision", "--port", "1"]).strict_precision
+    assert not read_settings(["--strict-precision", "false"]).strict_precision
+
+
+def write_record(**record: Any) -> None:
+    Path("one/quantization.json").write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize(("limit", "context"), [(4096, 4096), (CONTEXT, CONTEXT), (2**20, CONTEXT)])
+def test_capped_context_is_the_limit_of_the_model_len(
+    limit: int, context: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lower of config.json's and the record's; the message has both numbers and the note."""
+    write_record(context_length=limit, context_note="short side")
+    arguments = ["--model", "one", "--max-model-len"]
+    assert read_settings([*arguments, str(context)]).max_model_len == context
+    with pytest.raises(SystemExit) as exit_:
+        read_settings([*arguments, str(context + 1)])
+    assert exit_.value.code == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "'MAX_MODEL_LEN'" in message
+    assert f"{context + 1} is more than the model's context of {context} tokens" in message
+    assert "(short side)" in message
+
+
+def test_wrong_record_is_named_with_its_field(capsys: pytest.CaptureFixture[str]) -> None:
+    write_record(context_length="4096")
+    with pytest.raises(SystemExit) as exit_:
+        read_settings(["--model", "one"])
+    assert exit_.value.code == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "'MODEL_PATH'" in message
+    assert "one/quantization.json: context_length" in message
 
 
 def test_command_with_a_wrong_port_exits_2_before_any_slow_import() -> None:

@@ -45,6 +45,7 @@ def test_command_builds_a_whole_folder_and_nothing_else(tmp_path: Path) -> None:
     assert {path.name for path in output.parent.iterdir()} == {"tiny", ".cache"}
     record = json.loads((output / "quantization.json").read_text())
     assert (record["name"], record["precision"]) == ("source", "int8")
+    assert (record["form"], record["device"]) == ("fused", "cpu")
     assert record["quantization"]["matrices"] == 2 * 5 + 1
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.machine import available_cpus, available_memory
+from app.machine import available_cpus, available_memory, cpu_features
 
 
 def write(root: Path, **files: str) -> Path:
@@ -91,3 +91,24 @@ def test_memory_without_a_real_limit_is_the_hosts(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
     write(tmp_path, memory_dot_max=limit, memory_dot_current="2000000")
     assert available_memory(tmp_path) == 7000
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "features"),
+    [
+        (
+            "flags\t\t: fpu avx avx2 avx512_vnni amx_int8 amx_tile\n",
+            ["avx2", "avx512_vnni", "amx_int8"],
+        ),
+        ("flags : fpu avx2\nbugs : avx_vnni\nflags : fpu avx2\n", ["avx2"]),
+        ("Features\t: fp asimd asimddp i8mm\n", ["asimddp", "i8mm"]),
+        ("flags : fpu sse2\n", []),
+        (None, []),
+    ],
+)
+def test_features_for_int8_are_read_off_cpuinfo(
+    cpuinfo: str | None, features: list[str], tmp_path: Path
+) -> None:
+    if cpuinfo is not None:
+        (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert cpu_features(tmp_path / "cpuinfo") == features

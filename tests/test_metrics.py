@@ -161,6 +161,13 @@ def test_gauges_show_the_last_count(registry: CollectorRegistry, metrics: Metric
     assert shown == (0, 3)
 
 
+def test_rows_without_finite_logits_add_up(registry: CollectorRegistry, metrics: Metrics) -> None:
+    assert value(registry, "non_finite_logits_total") == 0
+    metrics.spoiled(1)
+    metrics.spoiled(2)
+    assert value(registry, "non_finite_logits_total") == 3
+
+
 @pytest.mark.parametrize("seconds", [0.001, 0.05, 1.0, 60.0])
 @pytest.mark.parametrize(
     "name",

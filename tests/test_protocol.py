@@ -40,6 +40,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
         "an integer of 64 bits",
     ),
     "ignore_eos": (["null", '"false"', "1"], "true or false"),
+    "repetition_guard": (
+        ["0", "1", "-2", "1001", "2.5", '"3"', "true", "[]"],
+        "an integer from 2 to 1000",
+    ),
 }
 WRONG_VALUES = [(field, value) for field, (values, _) in WRONG.items() for value in values]
 
@@ -58,6 +62,9 @@ RIGHT_VALUES = [
     ("seed", None, None),
     ("seed", 2**63 - 1, 2**63 - 1),
     ("seed", -(2**63), -(2**63)),
+    ("repetition_guard", None, None),
+    ("repetition_guard", 2, 2),
+    ("repetition_guard", 1000, 1000),
 ]
 
 
@@ -205,8 +212,14 @@ def test_seed_is_random_unless_given(fields: dict[str, Any]) -> None:
 
 
 def test_params_carry_what_was_asked_for() -> None:
-    asked = request(temperature=0.5, top_p=0.25, top_k=3, seed=11, ignore_eos=True)
-    assert asked.sampling_params(9) == SamplingParams(9, 0.5, 3, 0.25, 11, True)
+    asked = request(
+        temperature=0.5, top_p=0.25, top_k=3, seed=11, ignore_eos=True, repetition_guard=4
+    )
+    assert asked.sampling_params(9) == SamplingParams(9, 0.5, 3, 0.25, 11, True, 4)
+
+
+def test_repetition_is_not_guarded_unless_asked_for() -> None:
+    assert request().sampling_params(9).repetition_guard == 0
 
 
 # --- max_tokens -----------------------------------------------------------------------------------

@@ -35,18 +35,25 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def make_phi3(folder: Path, sliding_window: int | None = None) -> Path:
+def make_phi3(
+    folder: Path, sliding_window: int | None = None, longrope_from: int | None = None
+) -> Path:
+    """`longrope_from`: a row longer than that takes other rotary factors, as in the 128k models."""
     tokenizer = sentencepiece_tokenizer()
+    factors = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     config = Phi3Config(
         **_SHAPE,
-        original_max_position_embeddings=CONTEXT,
+        original_max_position_embeddings=longrope_from or CONTEXT,
+        rope_scaling=factors if longrope_from else None,
         sliding_window=sliding_window,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         attn_implementation="eager",
     )
-    return _save(folder, Phi3ForCausalLM, config, tokenizer)
+    # As in Phi-3's own files, one of them names every end token.
+    ends = [tokenizer.convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|end|>")]
+    return _save(folder, Phi3ForCausalLM, config, tokenizer, ends)
 
 
 def make_llama(folder: Path) -> Path:
@@ -61,9 +68,18 @@ def make_llama(folder: Path) -> Path:
     return _save(folder, LlamaForCausalLM, config, tokenizer)
 
 
-def _save(folder: Path, kind: type[PreTrainedModel], config: Any, tokenizer: Any) -> Path:
+def _save(
+    folder: Path,
+    kind: type[PreTrainedModel],
+    config: Any,
+    tokenizer: Any,
+    end_ids: list[int] | None = None,
+) -> Path:
     torch.manual_seed(7)
-    kind(config).save_pretrained(folder)
+    model = kind(config)
+    if end_ids is not None:
+        model.generation_config.eos_token_id = end_ids
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

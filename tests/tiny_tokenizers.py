@@ -18,13 +18,29 @@ CHATML_TEMPLATE = (
 )
 
 
-def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
-    """Llama and Phi-3 style: U+2581 for a space, byte fallback."""
+# Phi-3's own, from 32000 on: <|endoftext|> 32000, <|assistant|> 32001, <|end|> 32007.
+_PHI3_NUMBERED = [
+    *("<|endoftext|>", "<|assistant|>", *(f"<|placeholder{i}|>" for i in range(1, 5))),
+    *("<|system|>", "<|end|>", "<|placeholder5|>", "<|placeholder6|>", "<|user|>"),
+]
+
+
+def phi3_numbered_tokenizer() -> PreTrainedTokenizerFast:
+    """With as many pieces as Phi-3's, and its control tokens behind them."""
+    return sentencepiece_tokenizer(32000, _PHI3_NUMBERED)
+
+
+def sentencepiece_tokenizer(
+    num_pieces: int = 0, specials: list[str] = PHI3_SPECIALS
+) -> PreTrainedTokenizerFast:
+    """Llama and Phi-3 style: U+2581 for a space, byte fallback. Filled up to `num_pieces`."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "th", "he", "\u2581the", "\u2581a"]
     merges = [("t", "h"), ("h", "e"), ("\u2581", "the"), ("th", "e"), ("\u2581", "a")]
     letters.append("the")
-    vocabulary = {piece: id_ for id_, piece in enumerate([*pieces, *letters])}
+    known = [*pieces, *letters]
+    known += [f"filler-{i}" for i in range(num_pieces - len(known))]
+    vocabulary = {piece: id_ for id_, piece in enumerate(known)}
     backend = Tokenizer(
         models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
@@ -40,7 +56,7 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
         ]
     )
     backend.add_special_tokens([AddedToken(t, special=True) for t in ["<unk>", "<s>", "</s>"]])
-    backend.add_special_tokens([AddedToken(token, special=True) for token in PHI3_SPECIALS])
+    backend.add_special_tokens([AddedToken(token, special=True) for token in specials])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token="<s>",

@@ -1,0 +1,209 @@
+"""What lies in a model folder beside the weights: the graph file, and what the JSON files claim.
+
+Two layouts, and a folder may have both: Hugging Face's `config.json`, and ONNX Runtime GenAI's
+`genai_config.json` (Microsoft's published folders). Reads small files only; knows neither the
+protobuf (`graph.py`) nor a session.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import UnservableModel
+from .record import has_record, read_record
+
+GRAPH_FILE = "model.onnx"
+CONFIG_FILE = "config.json"
+GENAI_FILE = "genai_config.json"
+
+# What the server wants to know -> how model types call it, likeliest first.
+_CONFIG_NAMES = {
+    "context_length": ("max_position_embeddings", "n_positions"),
+    "sliding_window": ("sliding_window",),
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "vocab_size": ("vocab_size",),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "num_heads": ("num_attention_heads", "n_head"),
+}
+_GENAI_NAMES = {
+    "context_length": ("context_length",),
+    "vocab_size": ("vocab_size",),
+}
+_DECODER_NAMES = {
+    "num_layers": ("num_hidden_layers",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_size",),
+    "hidden_size": ("hidden_size",),
+    "num_heads": ("num_attention_heads",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What one JSON file says of the model; None where it is silent."""
+
+    file: str
+    model_type: str | None = None
+    context_length: int | None = None
+    short_context: int | None = None  # up to where a longrope model takes its short factors
+    sliding_window: int | None = None  # None: attention looks back to the start
+    num_layers: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    hidden_size: int | None = None
+    head_dim: int | None = None
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IoNames:
+    """How the graph calls what it takes and gives; `%d` stands for the layer."""
+
+    input_ids: str = "input_ids"
+    attention_mask: str = "attention_mask"
+    position_ids: str = "position_ids"
+    past_key: str = "past_key_values.%d.key"
+    past_value: str = "past_key_values.%d.value"
+    logits: str = "logits"
+    present_key: str = "present.%d.key"
+    present_value: str = "present.%d.value"
+
+
+def find_graph(folder: Path) -> Path:
+    """`model.onnx`, else the file that genai_config.json names, else the only `.onnx` file."""
+    if (folder / GRAPH_FILE).is_file():
+        return folder / GRAPH_FILE
+    named = _decoder(folder).get("filename")
+    if named is not None:
+        if not isinstance(named, str) or Path(named).name != named:
+            raise UnservableModel(f"{folder / GENAI_FILE}: filename is {named!r}, no file's name")
+        if not (folder / named).is_file():
+            raise UnservableModel(f"{folder / GENAI_FILE} names {named!r}, which is not there")
+        return folder / named
+    found = sorted(folder.glob("*.onnx"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(file.name for file in found)
+        raise UnservableModel(
+            f"'{folder}' has several graphs ({names}): name the one to serve {GRAPH_FILE}"
+        )
+    raise UnservableModel(
+        f"'{folder}' is not a model folder: it has no {GRAPH_FILE}, nor another .onnx file. "
+        "Build one with 'make model' or 'python -m quantize'."
+    )
+
+
+def read_claims(folder: Path) -> list[Claims]:
+    """What config.json and genai_config.json say, as far as they are there."""
+    return [claims for claims in (_of_config(folder), _of_genai(folder)) if claims is not None]
+
+
+def read_context_length(folder: Path) -> int:
+    """Tokens that the folder promises: the smallest number that one of its files gives.
+
+    A longrope graph that was brought along (no record of ours) is right up to its short context
+    only: behind it, a row's cached keys have been turned by other factors than its new ones.
+    """
+    claims = read_claims(folder)
+    found = [claim.context_length for claim in claims if claim.context_length is not None]
+    if not found:
+        raise UnservableModel(
+            f"{folder / CONFIG_FILE} does not tell the model's context: "
+            "it has no max_position_embeddings"
+        )
+    if not has_record(folder):
+        found += [claim.short_context for claim in claims if claim.short_context is not None]
+    if min(found) < 2:
+        raise UnservableModel(f"{folder}: a context of {min(found)} tokens leaves no room")
+    return read_record(folder).cap(min(found))
+
+
+def read_io_names(folder: Path) -> IoNames:
+    """The graph's names as genai_config.json gives them; else those of optimum's exporter."""
+    decoder, usual = _decoder(folder), IoNames()
+    inputs, outputs = decoder.get("inputs") or {}, decoder.get("outputs") or {}
+    return IoNames(
+        input_ids=inputs.get("input_ids", usual.input_ids),
+        attention_mask=inputs.get("attention_mask", usual.attention_mask),
+        position_ids=inputs.get("position_ids", usual.position_ids),
+        past_key=inputs.get("past_key_names", usual.past_key),
+        past_value=inputs.get("past_value_names", usual.past_value),
+        logits=outputs.get("logits", usual.logits),
+        present_key=outputs.get("present_key_names", usual.present_key),
+        present_value=outputs.get("present_value_names", usual.present_value),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None if the file is not there."""
+    try:
+        content = json.loads(path.read_text()) if path.is_file() else None
+    except (OSError, ValueError) as error:
+        raise UnservableModel(f"{path} is not valid JSON: {error}") from error
+    if content is not None and not isinstance(content, dict):
+        raise UnservableModel(f"{path} is not a JSON object")
+    return content
+
+
+def _of_config(folder: Path) -> Claims | None:
+    path = folder / CONFIG_FILE
+    config = read_json(path)
+    if config is None:
+        return None
+    config = config.get("text_config") or config  # of a model that sees or hears as well
+    numbers = _numbers(path, config, _CONFIG_NAMES)
+    if not _has_window(config):
+        numbers.pop("sliding_window", None)
+    # Phi-3's files say "su" for what was named longrope later.
+    rope = config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
+        short = {"short_context": ("original_max_position_embeddings",)}
+        numbers |= _numbers(path, rope | config, short)
+    return Claims(CONFIG_FILE, config.get("model_type"), **numbers)
+
+
+def _has_window(config: Mapping[str, Any]) -> bool:
+    """Qwen2 names a window and does not use it, Qwen3 may use it in no layer."""
+    kinds = config.get("layer_types") or ["sliding_attention"]
+    return config.get("use_sliding_window", True) is not False and "sliding_attention" in kinds
+
+
+def _of_genai(folder: Path) -> Claims | None:
+    path = folder / GENAI_FILE
+    model = (read_json(path) or {}).get("model")
+    if not isinstance(model, dict):
+        return None
+    numbers = _numbers(path, model, _GENAI_NAMES)
+    numbers |= _numbers(path, _decoder(folder), _DECODER_NAMES)
+    return Claims(GENAI_FILE, model.get("type"), **numbers)
+
+
+def _decoder(folder: Path) -> dict[str, Any]:
+    content: Any = read_json(folder / GENAI_FILE)
+    for name in ("model", "decoder"):
+        content = (content or {}).get(name) or {}
+        if not isinstance(content, dict):
+            raise UnservableModel(f"{folder / GENAI_FILE}: {name} is not an object")
+    return dict(content)
+
+
+def _numbers(
+    path: Path, block: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]
+) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for ours, theirs in names.items():
+        name = next((name for name in theirs if block.get(name) is not None), None)
+        if name is None:
+            continue
+        value = block[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UnservableModel(f"{path}: {name} is {value!r}, not a number from 1 on")
+        found[ours] = value
+    return found

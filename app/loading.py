@@ -1,0 +1,106 @@
+"""From a model folder to an engine that may step: loads, refuses what does not fit, sizes rows.
+
+Belongs to the engine thread: importing this module takes seconds (torch, transformers, ONNX
+Runtime).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from typing import Any
+
+from .config import Settings
+from .engine import Engine, Observer
+from .errors import UnservableModel, WrongSetting
+from .graph import Graph
+from .kv_cache import KVBudget, KVCache
+from .machine import available_cpus
+from .model import OnnxModel
+from .probe import check_probe
+from .record import Probe, read_record
+from .scheduler import Scheduler
+from .text import TextCodec
+
+_KV_MEMORY_SHARE = 0.8  # of what is free once the weights are loaded; the rest is workspace
+_SHOWN_VERSIONS = ("onnxruntime", "onnxruntime-gpu", "optimum-onnx", "torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """The hub's side of a loaded model."""
+
+    name: str
+    codec: TextCodec
+    max_model_len: int
+    info: dict[str, Any]
+
+
+def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, LoadedModel]:
+    """Raises UnservableModel or WrongSetting, saying what is wrong and what to do."""
+    folder = settings.model_path
+    num_threads = settings.threads or available_cpus()
+    probe = read_record(folder).probe
+    codec = TextCodec.load(folder)
+    model = OnnxModel.load(folder, settings.device, num_threads, graph)
+    _check_fit(model, codec, settings)
+    if probe is not None:
+        _run_probe(probe, model)
+    cache = _make_cache(model, settings)
+    scheduler = Scheduler(cache.num_rows, cache.max_len, settings.prefill_chunk, codec.eos_ids)
+    info = model.describe(folder) | {
+        "requested_device": settings.device,
+        "probe": "none" if probe is None else "passed",
+        "threads": num_threads,
+        "max_batch_size": cache.num_rows,
+        "max_model_len": cache.max_len,
+        "prefill_chunk": settings.prefill_chunk,
+        "eos_token_ids": sorted(codec.eos_ids),
+        "kv_cache_bytes": cache.num_rows * cache.max_len * model.spec.kv.bytes_per_token,
+        "versions": _versions(),
+    }
+    engine = Engine(model, cache, scheduler, observer)
+    return engine, LoadedModel(info["model"], codec, cache.max_len, info)
+
+
+def _check_fit(model: OnnxModel, codec: TextCodec, settings: Settings) -> None:
+    """The graph, the tokenizer and what was asked for belong together."""
+    if codec.vocab_size > model.spec.vocab_size:
+        raise UnservableModel(
+            f"{settings.model_path}: the tokenizer has {codec.vocab_size} tokens, the graph "
+            f"{model.spec.vocab_size}: they do not belong together"
+        )
+    if settings.strict_precision and model.mismatch is not None:
+        raise WrongSetting(f"STRICT_PRECISION: {model.mismatch}")
+    if settings.max_model_len > model.context_length:  # the graph knows of less than the files
+        raise WrongSetting(
+            f"MAX_MODEL_LEN={settings.max_model_len}: {model.context_length} tokens are served of "
+            "this graph, for longer rows would change the rotary factors of all (longrope)"
+        )
+
+
+def _run_probe(probe: Probe, model: OnnxModel) -> None:
+    """On a cache of its own: a row for requests may be shorter than the probe."""
+    cache = KVCache(model.spec.kv, 1, len(probe.token_ids) + 1, model.device)
+    check_probe(probe, model, model.spec.vocab_size, cache)
+
+
+def _make_cache(model: OnnxModel, settings: Settings) -> KVCache:
+    """As many rows as memory has room for; raises WrongSetting if that is not one."""
+    max_len = settings.max_model_len or model.context_length
+    budget = KVBudget(
+        num_bytes=int(_KV_MEMORY_SHARE * model.free_memory()),
+        bytes_per_row=max_len * model.bytes_per_token,
+        max_rows=settings.max_batch_size,
+    )
+    if budget.num_rows < 1:
+        raise WrongSetting(
+            f"the KV cache of one request of {max_len} tokens takes {budget.bytes_per_row:,} "
+            f"bytes, and {budget.num_bytes:,} can be had: lower MAX_MODEL_LEN"
+        )
+    return KVCache(model.spec.kv, budget.num_rows, max_len, model.device)
+
+
+def _versions() -> dict[str, str]:
+    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    return {name: installed[name] for name in _SHOWN_VERSIONS if name in installed}

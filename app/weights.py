@@ -1,0 +1,76 @@
+"""Where a graph's tensors lie outside of its protobuf, and whether those files are whole.
+
+The locations are read out of the protobuf, wherever a tensor stands in it; no name is guessed and
+no weight is read, so a missing file is told at once and by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import onnx
+
+_EXTERNAL = onnx.TensorProto.EXTERNAL
+
+
+def find_data_problems(model: onnx.ModelProto, folder: Path) -> list[str]:
+    """What is wrong with the data files of a graph that lies in `folder`; empty if all is well."""
+    ends: dict[str, int] = {}  # location -> bytes that its file must have
+    problems: list[str] = []
+    for tensor in _tensors(model):
+        if tensor.data_location != _EXTERNAL:
+            continue
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        location = entries.get("location", "")
+        try:
+            offset = int(entries.get("offset") or 0)
+            length = int(entries["length"]) if entries.get("length") else _num_bytes(tensor)
+        except ValueError:
+            problems.append(f"tensor {tensor.name!r}: its offset or length is not a number")
+            continue
+        ends[location] = max(ends.get(location, 0), offset + length)
+    return problems + [
+        problem
+        for location, end in sorted(ends.items())
+        if (problem := _file_problem(folder, location, end)) is not None
+    ]
+
+
+def _file_problem(folder: Path, location: str, end: int) -> str | None:
+    path = PurePosixPath(location)
+    # By its name only: in a Hugging Face cache every file is a link to somewhere else.
+    if not location or path.is_absolute() or ".." in path.parts:
+        return f"its data file {location!r} lies outside of the folder"
+    file = folder / path
+    if not file.is_file():
+        return (
+            f"its data file {location!r} is missing; it must lie beside the graph, under the name "
+            "that the graph knows it by"
+        )
+    if (size := file.stat().st_size) < end:
+        return f"its data file {location!r} is cut short: {size:,} bytes of at least {end:,}"
+    return None
+
+
+def _num_bytes(tensor: onnx.TensorProto) -> int:
+    """Of a tensor that does not tell its length. 4-bit elements lie two in a byte."""
+    count = 1
+    for dim in tensor.dims:
+        count *= dim
+    if tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4):
+        return (count + 1) // 2
+    return count * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+
+
+def _tensors(message: Any) -> Iterator[onnx.TensorProto]:
+    """Every tensor: of initializers, sparse ones, node attributes, subgraphs and functions."""
+    if isinstance(message, onnx.TensorProto):
+        yield message
+        return
+    for field, value in message.ListFields():
+        if field.message_type is None or field.name == "value_info":
+            continue
+        for child in [value] if hasattr(value, "ListFields") else value:  # one, or several
+            yield from _tensors(child)
