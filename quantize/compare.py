@@ -1,8 +1,7 @@
-"""Does a quantized graph still say what the fp32 graph says?
+"""Does a quantized graph still say what the unquantized graph says?
 
 Both read a text that ships with the project (public-domain English and Chinese, and code of our
-own), in 16 rows, token by token as the server decodes, and their next-token distributions are
-compared at every position.
+own), in 16 rows, and their next-token distributions are compared at every position.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .decoding import Decoding
 from .floor import Quality
+from .reference import Reference
 
 TEXTS = Path(__file__).parent / "gate_text"
 NUM_ROWS = 16
@@ -36,25 +36,27 @@ def compare(
     reference: Path,
     candidate: Path,
     ids: NDArray[np.int64],  # (rows, tokens)
-    on_step: Callable[[], object] = lambda: None,
+    on_progress: Callable[[float], object] = lambda _: None,
 ) -> Quality:
-    """Both graphs read `ids` in lockstep; `on_step` is called after each of its columns."""
+    """The unquantized graph reads `ids` at once, the quantized one token by token, as it decodes.
+
+    `on_progress` hears the share of the work that is done.
+    """
     rows, num_tokens = ids.shape
-    ours, theirs = (
-        Decoding(folder, rows, num_tokens, is_alone=False) for folder in (candidate, reference)
-    )
+    theirs = Reference(reference, ids, lambda share: on_progress(share / 2))
+    ours = Decoding(candidate, rows, num_tokens, is_alone=False)
     kl = nll = reference_nll = 0.0
     agreed = 0
     each = np.arange(rows)
     for column in range(num_tokens - 1):
         q = _log_softmax(ours.feed(ids[:, column : column + 1]))
-        p = _log_softmax(theirs.feed(ids[:, column : column + 1]))
+        p = _log_softmax(theirs.logits(column))
         following = ids[:, column + 1]
         kl += float((p.exp() * (p - q)).sum())
         nll -= float(q[each, following].sum())
         reference_nll -= float(p[each, following].sum())
         agreed += int((p.argmax(1) == q.argmax(1)).sum())
-        on_step()
+        on_progress(0.5 + 0.5 * (column + 1) / (num_tokens - 1))
     total = rows * (num_tokens - 1)
     return Quality(
         num_tokens=total,

@@ -19,13 +19,13 @@ from collections import Counter
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import helper
 
 from .rewrite import MICROSOFT, is_matrix
 from .rotation import CannotRotate, rotate
+from .rounding import LEVELS, embed, round_channels
 from .tensors import Weights, WeightWriter
 
-LEVELS = 127
 # With 7 bits no pair of products leaves 16 bits, where CPUs without VNNI add them (and saturate).
 REDUCED_LEVELS = 63
 _BLOCK = 64  # channels that are mixed where a value cannot be rotated for free
@@ -76,9 +76,7 @@ class PerToken:
         else:
             product = f"{output}/product"
         nodes.append(
-            helper.make_node(
-                "MatMulIntegerToFloat", inputs, [product], node.name, domain=MICROSOFT
-            )
+            helper.make_node("MatMulIntegerToFloat", inputs, [product], node.name, domain=MICROSOFT)
         )
         if product != output:
             nodes.append(
@@ -122,29 +120,7 @@ class PerToken:
         return nodes
 
     def embedding(self, node: onnx.NodeProto, writer: WeightWriter) -> list[onnx.NodeProto]:
-        """One scale per row of the table, which is looked up beside it."""
-        name, output = node.input[0], node.output[0]
-        rounded, scale = round_channels(self._weights.read(name).T, LEVELS)
-        table = writer.add(f"{name}/s8", rounded.T)
-        scales = writer.add(f"{name}/scale", scale[:, None])  # (rows, 1)
-        part = {key: f"{output}/{key}" for key in ("s8", "whole", "scale")}
-        return [
-            helper.make_node("Gather", [table, node.input[1]], [part["s8"]], node.name),
-            helper.make_node(
-                "Cast", [part["s8"]], [part["whole"]], f"{node.name}/Cast", to=TensorProto.FLOAT
-            ),
-            helper.make_node(
-                "Gather", [scales, node.input[1]], [part["scale"]], f"{node.name}/scale"
-            ),
-            helper.make_node("Mul", [part["whole"], part["scale"]], [output], f"{node.name}/Mul"),
-        ]
-
-
-def round_channels(weight: _Matrix, levels: int) -> tuple[NDArray[np.int8], _Matrix]:
-    """(in, out) -> whole numbers of that shape from -levels to levels, and scales (out,)."""
-    scale = np.abs(weight).max(axis=0) / np.float32(levels)
-    scale[scale == 0] = 1
-    return np.rint(weight / scale).astype(np.int8), scale.astype(np.float32)
+        return embed(node, self._weights, writer)
 
 
 def _find_deferred(graph: onnx.GraphProto, weights: Weights) -> dict[str, str]:

@@ -89,9 +89,7 @@ def _split_gemms(graph: onnx.GraphProto, weights: Weights) -> None:
     """`Gemm` is MatMul and Add in one; GPT-2 has them."""
     nodes: list[onnx.NodeProto] = []
     for node in graph.node:
-        plain = all(
-            a.f == 1.0 if a.name in ("alpha", "beta") else a.i == 0 for a in node.attribute
-        )
+        plain = all(a.f == 1.0 if a.name in ("alpha", "beta") else a.i == 0 for a in node.attribute)
         if node.op_type != "Gemm" or not plain or node.input[1] not in weights:
             nodes.append(node)
             continue
@@ -99,9 +97,7 @@ def _split_gemms(graph: onnx.GraphProto, weights: Weights) -> None:
         nodes.append(helper.make_node("MatMul", node.input[:2], [product], node.name))
         if len(node.input) > 2:
             nodes.append(
-                helper.make_node(
-                    "Add", [product, node.input[2]], node.output, f"{node.name}/bias"
-                )
+                helper.make_node("Add", [product, node.input[2]], node.output, f"{node.name}/bias")
             )
     del graph.node[:]
     graph.node.extend(nodes)
@@ -114,7 +110,9 @@ def _copy_rest(graph: onnx.GraphProto, weights: Weights, writer: WeightWriter) -
     used |= {value.name for value in graph.output}
     for name in [tensor.name for tensor in graph.initializer if tensor.name in used]:
         array = weights.stored(name)
-        writer.add(name, weights.read(name).astype(array.dtype) if weights.is_edited(name) else array)
+        writer.add(
+            name, weights.read(name).astype(array.dtype) if weights.is_edited(name) else array
+        )
 
 
 def _inner_names(node: onnx.NodeProto) -> set[str]:

@@ -62,7 +62,9 @@ def rotate(graph: onnx.GraphProto, weights: Weights) -> set[str]:
         weights.edit(norm, np.ones_like)
     for name in found.writers | found.embeddings:
         weights.edit(name, lambda w: turn(w, signs))
-    return {node.input[0] for node in graph.node if node.input[1:2] and node.input[1] in found.norm_of}
+    return {
+        node.input[0] for node in graph.node if node.input[1:2] and node.input[1] in found.norm_of
+    }
 
 
 def turn(matrix: NDArray[np.float32], signs: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -168,6 +170,4 @@ class _Reader:
 
 
 def _is_chosen(node: onnx.NodeProto, value: str) -> bool:
-    return node.op_type == "Shape" or (
-        node.op_type in _TRANSPARENT and node.input[0] == value
-    )
+    return node.op_type == "Shape" or (node.op_type in _TRANSPARENT and node.input[0] == value)

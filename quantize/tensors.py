@@ -6,6 +6,7 @@ a weight is read, so a chain of edits costs no copy of the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +41,11 @@ class Weights:
     def shape(self, name: str) -> tuple[int, ...]:
         """As stored; edits keep it."""
         return tuple(self._tensors[name].dims)
+
+    def num_bytes(self, name: str) -> int:
+        tensor = self._tensors[name]
+        itemsize = helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        return int(math.prod(tensor.dims) * itemsize)
 
     def is_float(self, name: str) -> bool:
         return self._tensors[name].data_type in (TensorProto.FLOAT, TensorProto.FLOAT16)

@@ -14,9 +14,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
-from .per_token import round_channels
 from .rewrite import MICROSOFT
-from .rotation import CannotRotate, rotate
+from .rounding import embed
 from .tensors import Weights, WeightWriter
 
 BLOCK_SIZE = 32
@@ -28,6 +27,7 @@ class WeightOnly:
     """A `Method`. `bits_of` says how many bits the matrix of a name gets, 8 or 4."""
 
     operator = "MatMulNBits"
+    note = f"blocks of {BLOCK_SIZE}"
 
     def __init__(
         self,
@@ -35,19 +35,11 @@ class WeightOnly:
         weights: Weights,
         *,
         bits_of: Callable[[str], int] = lambda _: 8,
-        is_rotated: bool = False,
         is_for_cuda: bool = False,
     ) -> None:
         self._weights = weights
         self._bits_of = bits_of
         self._is_for_cuda = is_for_cuda
-        self.note = "hidden state not rotated"
-        if is_rotated:
-            try:
-                rotate(graph, weights)
-                self.note = "hidden state rotated"
-            except CannotRotate as error:
-                self.note = f"hidden state not rotated ({error})"
 
     def matrix(self, node: onnx.NodeProto, writer: WeightWriter) -> list[onnx.NodeProto]:
         name = node.input[1]
@@ -81,25 +73,7 @@ class WeightOnly:
         ]
 
     def embedding(self, node: onnx.NodeProto, writer: WeightWriter) -> list[onnx.NodeProto]:
-        """8 bits whatever the matrices have: a row is looked up, not multiplied."""
         return embed(node, self._weights, writer)
-
-
-def embed(node: onnx.NodeProto, weights: Weights, writer: WeightWriter) -> list[onnx.NodeProto]:
-    """A table in 8 bits, with one scale per row that is looked up beside it."""
-    name, output = node.input[0], node.output[0]
-    dtype = weights.stored(name).dtype
-    rounded, scale = round_channels(weights.read(name).T, 127)
-    table = writer.add(f"{name}/s8", rounded.T)
-    scales = writer.add(f"{name}/scale", scale[:, None].astype(dtype))  # (rows, 1)
-    part = {key: f"{output}/{key}" for key in ("s8", "whole", "scale")}
-    to = helper.np_dtype_to_tensor_dtype(dtype)
-    return [
-        helper.make_node("Gather", [table, node.input[1]], [part["s8"]], node.name),
-        helper.make_node("Cast", [part["s8"]], [part["whole"]], f"{node.name}/Cast", to=to),
-        helper.make_node("Gather", [scales, node.input[1]], [part["scale"]], f"{node.name}/scale"),
-        helper.make_node("Mul", [part["whole"], part["scale"]], [output], f"{node.name}/Mul"),
-    ]
 
 
 @dataclass(frozen=True, slots=True)
