@@ -266,6 +266,7 @@ def main(
         arguments = [str(source), "--output", str(output), "--precision", precision]
         arguments += quantize_options
         pipeline = run_watched(["-m", "quantize", *arguments], Path(scratch), "starting")
+        click.echo(json.dumps(pipeline), err=True)  # an hour's work, if the server should fail
         report = {
             "config": {"like": model.name if model else like, "precision": precision}
             | {"quantize_options": quantize_options, **config},
