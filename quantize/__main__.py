@@ -141,7 +141,7 @@ def build(source: Source, folder: Path, precision: str, gate: Gate | None) -> No
 
 def _on(bar: tqdm[NoReturn]) -> Callable[[str], None]:
     def on_stage(line: str) -> None:
-        bar.set_description(line.split(" in ")[0], refresh=False)
+        bar.set_description(line.split(" in ")[0])
         bar.update(line.startswith("Reading layer"))
 
     return on_stage

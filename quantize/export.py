@@ -21,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from . import MODEL_FILE
 from .errors import QuantizeError
+from .mapped_weights import mapped_weights
 
 _LM_HEAD = "/lm_head/MatMul"
 _SEQLENS_K = "/model/attn_mask_reformat/attn_mask_subgraph/Sub/Cast/output_0"
@@ -87,7 +88,11 @@ def _refuse_ambiguous_lm_head(config: PretrainedConfig) -> None:
 def _run_builder(source: Path, output: Path, on_stage: Callable[[str], None]) -> None:
     from onnxruntime_genai.models.builder import create_model
 
-    with contextlib.redirect_stdout(_Lines(on_stage)), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        contextlib.redirect_stdout(_Lines(on_stage)),
+        contextlib.redirect_stderr(io.StringIO()),
+        mapped_weights(source),
+    ):
         try:
             create_model(
                 model_name=None,
