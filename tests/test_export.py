@@ -11,16 +11,14 @@ from typing import Any
 import onnx
 import pytest
 from click.testing import CliRunner, Result
-from onnx import TensorProto, helper
 
 from quantize import MODEL_FILE
 from quantize.__main__ import main
-from quantize.errors import QuantizeError
-from quantize.export import export_fused, set_sliding_window
+from quantize.export import export_fused
 from quantize.record import tool_versions
 
 from .conftest import TinyModel
-from .tiny import CONTEXT, make_llama
+from .tiny import make_llama
 
 
 def edit_config(folder: Path, **fields: Any) -> Path:
@@ -67,12 +65,20 @@ def test_int8_quantizes_every_matrix_with_the_parameters_recorded(
         ({"model_type": "nope"}, "nope"),
         ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM"),
         ({"vocab_size": 160}, "LM head"),  # as wide as the intermediate layer
-        (
-            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-            "rope_scaling",
-        ),
+        ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [2]}}, "mrope"),
+        ({"head_dim": 8}, "multiple of 16"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized already"),
     ],
-    ids=["unknown model type", "unknown architecture", "ambiguous LM head", "longrope"],
+    ids=[
+        "unknown model type",
+        "unknown architecture",
+        "ambiguous LM head",
+        "unknown rotary embedding",
+        "rotary embedding that the kernel does not take",
+        "config of transformers 5",
+        "quantized weights",
+    ],
 )
 def test_model_that_would_come_out_wrong_is_refused_and_leaves_nothing(
     fields: dict[str, Any], says: str, tmp_path: Path
@@ -103,40 +109,6 @@ def test_stages_are_told_while_they_run(tmp_path: Path) -> None:
     export_fused(source, tmp_path / "folder", lines.append)
     layers = [line for line in lines if line.startswith("Reading layer")]
     assert layers == ["Reading layer 0", "Reading layer 1"]
-
-
-def graph_with_windows(*windows: int) -> onnx.GraphProto:
-    nodes = [
-        helper.make_node("GroupQueryAttention", ["x"], [f"y{i}"], local_window_size=window)
-        for i, window in enumerate(windows)
-    ]
-    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
-    return helper.make_graph(nodes, "graph", [value], [])
-
-
-def windows_of(graph: onnx.GraphProto) -> list[int]:
-    return [a.i for node in graph.node for a in node.attribute if a.name == "local_window_size"]
-
-
-@pytest.mark.parametrize(
-    ("before", "sliding_window", "after"),
-    [((-1, -1), 2047, [2047, 2047]), ((-1, -1), None, [-1, -1]), ((512, -1), 512, [512, -1])],
-    ids=["left out by the builder", "no window", "set by the builder layer by layer"],
-)
-def test_window_is_set_where_the_builder_left_it_out(
-    before: tuple[int, ...], sliding_window: int | None, after: list[int]
-) -> None:
-    graph = graph_with_windows(*before)
-    config = SimpleNamespace(sliding_window=sliding_window, layer_types=None)
-    set_sliding_window(graph, config)  # type: ignore[arg-type]
-    assert windows_of(graph) == after
-
-
-def test_window_in_some_layers_only_is_refused() -> None:
-    layer_types = ["sliding_attention", "full_attention"]
-    config = SimpleNamespace(sliding_window=CONTEXT, layer_types=layer_types)
-    with pytest.raises(QuantizeError, match="some of its layers"):
-        set_sliding_window(graph_with_windows(-1, -1), config)  # type: ignore[arg-type]
 
 
 def test_record_names_the_runtime_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
