@@ -1,8 +1,7 @@
 """Which architectures the fused graph is right for, and what each layer's attention is.
 
-Measured, not believed: tests/test_families.py compares every family here with transformers. The
-graph builder knows more of them, and gets windows and rotary embeddings of some wrong; attention.py
-and rotary.py mend that from what this module reads off the config.
+tests/test_families.py compares every family here with transformers. The graph builder takes more,
+and gets windows and rotary embeddings of some wrong; attention.py and rotary.py mend that.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ FUSED = {
     "MistralForCausalLM": "Mistral",
     "Qwen2ForCausalLM": "Qwen2",
     "Qwen3ForCausalLM": "Qwen3",
-    "GemmaForCausalLM": "Gemma",
+    "GemmaForCausalLM": "Gemma 1",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
 }
+_ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 # Model types whose layers all have the window; the others say it layer by layer (`layer_types`).
 _WINDOW_EVERYWHERE = ("phi3", "mistral")
 
@@ -42,9 +42,16 @@ def check(config: PretrainedConfig) -> None:
     """Raises QuantizeError for a model that the fused graph would be wrong for."""
     names = config.architectures or []
     if len(names) != 1 or names[0] not in FUSED:
+        known = "; ".join(f"{family} ({name})" for name, family in FUSED.items())
         raise QuantizeError(
             f"its architecture ({', '.join(names) or 'none'}) is not one that the fused graph is "
-            f"right for: {', '.join(FUSED)}"
+            f"known to be right for: {known}"
+        )
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation not in _ACTIVATIONS:
+        raise QuantizeError(
+            f"the graph builder does not know its activation {activation!r} (it knows "
+            f"{', '.join(_ACTIVATIONS)})"
         )
     if getattr(config, "rope_parameters", None):
         raise QuantizeError(

@@ -95,19 +95,23 @@ def _run_builder(
     from onnxruntime_genai.models.builder import create_model
 
     with contextlib.redirect_stdout(_Lines(on_stage)), contextlib.redirect_stderr(io.StringIO()):
-        create_model(
-            model_name=None,
-            input_path=str(source),
-            output_dir=str(output),
-            precision=dtype,
-            # Decides the form only: for the CPU it would write fp16 without GroupQueryAttention.
-            execution_provider="cpu" if dtype == "fp32" else "cuda",
-            cache_dir=str(output / "cache"),
-            hf_token="false",
-            hf_remote=False,  # never run code that comes with a model
-            # The tied form feeds the LM head from a Transpose, which no quantizer looks into.
-            shared_embeddings=False,
-        )
+        try:
+            create_model(
+                model_name=None,
+                input_path=str(source),
+                output_dir=str(output),
+                precision=dtype,
+                # Decides the form only: for the CPU it would write fp16 without
+                # GroupQueryAttention.
+                execution_provider="cpu" if dtype == "fp32" else "cuda",
+                cache_dir=str(output / "cache"),
+                hf_token="false",
+                hf_remote=False,  # never run code that comes with a model
+                # The tied form feeds the LM head from a Transpose, which no quantizer looks into.
+                shared_embeddings=False,
+            )
+        except Exception as error:  # whatever transformers finds wrong with the weights, too
+            raise QuantizeError(f"the graph builder cannot export it: {error}") from error
 
 
 class _Lines(io.TextIOBase):

@@ -67,6 +67,7 @@ def test_int8_quantizes_every_matrix_with_the_parameters_recorded(
         ({"vocab_size": 160}, "LM head"),  # as wide as the intermediate layer
         ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [2]}}, "mrope"),
         ({"head_dim": 8}, "multiple of 16"),
+        ({"hidden_act": "quick_gelu"}, "quick_gelu"),
         ({"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized already"),
     ],
@@ -76,6 +77,7 @@ def test_int8_quantizes_every_matrix_with_the_parameters_recorded(
         "ambiguous LM head",
         "unknown rotary embedding",
         "rotary embedding that the kernel does not take",
+        "unknown activation",
         "config of transformers 5",
         "quantized weights",
     ],
@@ -89,6 +91,16 @@ def test_model_that_would_come_out_wrong_is_refused_and_leaves_nothing(
     assert result.exit_code == 2
     assert says in result.stderr
     assert {path.name for path in output.parent.iterdir()} == {".cache"}
+
+
+def test_damaged_weights_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    source = make_llama(tmp_path / "source")
+    weights = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    result = run_quantize(str(source), "--output", str(tmp_path / "tiny"))
+    assert result.exit_code == 2
+    assert "quantize: " in result.stderr
+    assert not (tmp_path / "tiny").exists()
 
 
 def test_generation_config_is_taken_as_it_is(tmp_path: Path) -> None:

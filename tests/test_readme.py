@@ -11,6 +11,7 @@ import pytest
 
 from app.config import OPTIONS
 from app.protocol import GenerateRequest, parse
+from quantize.architectures import FUSED
 
 from .live import ROOT, LiveServer
 
@@ -49,6 +50,10 @@ def test_every_file_of_the_tree_exists_and_none_is_missing() -> None:
         named = set(re.findall(r"\b(\w+\.py)\b", part))
         found = {file.name for file in (ROOT / folder).glob("*.py")}
         assert named == found - {"__init__.py", "__main__.py"}
+
+
+def test_families_that_are_offered_are_those_of_the_table() -> None:
+    assert [row[0] for row in table_rows("Models")[: len(FUSED)]] == list(FUSED.values())
 
 
 def test_examples_are_valid_requests() -> None:
