@@ -12,8 +12,8 @@ import onnx
 from onnx import helper
 from transformers import PretrainedConfig
 
-from .architectures import LayerAttention, layer_attention
 from .errors import QuantizeError
+from .families import LayerAttention, layer_attention
 
 _NODE = re.compile(r"/model/layers\.(\d+)/attn/GroupQueryAttention")
 _COS_CACHE, _SIN_CACHE = 7, 8  # inputs of the node

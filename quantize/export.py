@@ -22,10 +22,11 @@ from onnx import TensorProto, helper
 from transformers import AutoConfig, PretrainedConfig
 
 from . import MODEL_FILE
-from .architectures import check
 from .attention import set_attention
 from .errors import QuantizeError
+from .families import check
 from .rotary import context_length, rotary_caches, write_caches
+from .weights import check_weights
 
 _LM_HEAD = "/lm_head/MatMul"
 _SEQLENS_K = "/model/attn_mask_reformat/attn_mask_subgraph/Sub/Cast/output_0"
@@ -45,6 +46,7 @@ def export_fused(
     config = read_config(source)
     check(config)
     rotary_caches(config)  # refuses what it does not know
+    check_weights(source, config)
     with tempfile.TemporaryDirectory(dir=folder, prefix="builder-") as scratch:
         prepared, built = Path(scratch) / "source", Path(scratch) / "built"
         _prepare(source, prepared, config)

@@ -1,7 +1,7 @@
 """Rotary embeddings: how long a context they are right for, and the cos/sin caches of the graph.
 
-The caches are computed by transformers' own functions and written over those of the builder, which
-knows fewer kinds of `rope_scaling` and gets some wrong. A longrope model (Phi-3 128k) has two sets
+The caches are computed by transformers' own modules and written over those of the builder, which
+knows fewer kinds of `rope_scaling`. A longrope model (Phi-3 128k) has two sets
 of factors, and transformers rotates *all* keys by the long ones as soon as a text is longer than
 the original context: the keys in the cache would be wrong from then on, in every row for itself.
 So its context ends where the short factors end.
@@ -18,9 +18,9 @@ import onnx
 import torch
 from numpy.typing import NDArray
 from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .errors import QuantizeError
+from .families import outline
 
 
 def context_limit(config: PretrainedConfig) -> tuple[int, str] | None:
@@ -42,28 +42,32 @@ def context_length(config: PretrainedConfig) -> int:
     return int(config.max_position_embeddings) if limit is None else limit[0]
 
 
-def rotary_caches(config: PretrainedConfig, is_local: bool = False) -> dict[str, torch.Tensor]:
-    """`cos` and `sin`, each `(context length, rotary dimensions / 2)`, of the short factors.
+def rotary_caches(config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """`cos_cache` and `sin_cache`, each `(context length, rotary dimensions / 2)`; a model that
+    rotates its local layers otherwise (Gemma 3) has `cos_cache_global`, `cos_cache_local`, ….
 
-    Raises QuantizeError for a rotary embedding that transformers or the kernel does not know.
+    Raises QuantizeError for a rotary embedding that the kernel does not take.
     """
-    if is_local:  # as Gemma3TextModel makes the config of its local layers
-        config = copy.deepcopy(config)
-        config.rope_theta, config.rope_scaling = config.rope_local_base_freq, None
-    kind = _rope_type(config)
-    if kind not in ROPE_INIT_FUNCTIONS:
-        raise QuantizeError(
-            f"transformers does not know its rope_scaling {kind!r} (it knows "
-            f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))})"
-        )
-    inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    # Its class only: the modules of an outline are empty.
+    kind: type[Any] = type(outline(config).model.rotary_emb)
+    if config.model_type != "gemma3_text":
+        return _caches(kind(config), context_length(config), "")
+    local = copy.deepcopy(config)  # as Gemma3TextModel makes it
+    local.rope_theta, local.rope_scaling = config.rope_local_base_freq, {"rope_type": "default"}
+    length = context_length(config)
+    return _caches(kind(config), length, "_global") | _caches(kind(local), length, "_local")
+
+
+def _caches(rotary: Any, length: int, suffix: str) -> dict[str, torch.Tensor]:
+    inv_freq = rotary.inv_freq  # a longrope model starts with its short factors
     if len(inv_freq) % 8:
         raise QuantizeError(
             f"it rotates {2 * len(inv_freq)} dimensions of each head; GroupQueryAttention needs a "
             "multiple of 16"
         )
-    angles = torch.outer(torch.arange(context_length(config)).float(), inv_freq.float())
-    return {"cos": angles.cos() * attention_factor, "sin": angles.sin() * attention_factor}
+    angles = torch.outer(torch.arange(length).float(), inv_freq.float())
+    scale = rotary.attention_scaling
+    return {f"cos_cache{suffix}": angles.cos() * scale, f"sin_cache{suffix}": angles.sin() * scale}
 
 
 def _rope_type(config: PretrainedConfig) -> str:
@@ -73,18 +77,15 @@ def _rope_type(config: PretrainedConfig) -> str:
 
 def write_caches(graph: onnx.GraphProto, folder: Path, config: PretrainedConfig) -> None:
     """Writes transformers' caches over the builder's, in the data file beside the graph."""
-    for initializer in graph.initializer:
-        name, _, place = initializer.name.partition("_cache")
-        if name not in ("cos", "sin"):
-            continue
-        cache = rotary_caches(config, is_local=place == "_local")[name]
-        if tuple(initializer.dims) != tuple(cache.shape):
+    initializers = {initializer.name: initializer for initializer in graph.initializer}
+    for name, cache in rotary_caches(config).items():
+        if name not in initializers or [*initializers[name].dims] != [*cache.shape]:
             raise QuantizeError(
-                f"the builder's {initializer.name} is {list(initializer.dims)}, transformers' is "
-                f"{list(cache.shape)}: the rotary embedding is not the one that config.json says"
+                f"the builder's graph has no {name} of the shape {list(cache.shape)}: its rotary "
+                "embedding is not the one that config.json says"
             )
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(initializer.data_type)
-        _overwrite(initializer, folder, cache.numpy().astype(dtype))
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(initializers[name].data_type)
+        _overwrite(initializers[name], folder, cache.numpy().astype(dtype))
 
 
 def _overwrite(tensor: onnx.TensorProto, folder: Path, values: NDArray[np.generic]) -> None:

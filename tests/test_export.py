@@ -11,6 +11,7 @@ from typing import Any
 import onnx
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
 from quantize import MODEL_FILE
 from quantize.__main__ import main
@@ -99,7 +100,19 @@ def test_damaged_weights_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     (source / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     result = run_quantize(str(source), "--output", str(tmp_path / "tiny"))
     assert result.exit_code == 2
-    assert "quantize: " in result.stderr
+    assert "model.safetensors is damaged" in result.stderr
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_weight_that_is_missing_is_named(tmp_path: Path) -> None:
+    """transformers would fill it with random numbers."""
+    source = make_llama(tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    result = run_quantize(str(source), "--output", str(tmp_path / "tiny"))
+    assert result.exit_code == 2
+    assert "model.layers.1.mlp.up_proj.weight" in result.stderr
     assert not (tmp_path / "tiny").exists()
 
 

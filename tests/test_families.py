@@ -16,8 +16,8 @@ from app.kv_cache import KVCache
 from app.model import OnnxModel
 from app.sequence import PrefillChunk, StepPlan
 from quantize import MODEL_FILE
-from quantize.architectures import FUSED
 from quantize.export import export_fused, read_config
+from quantize.families import FUSED
 from quantize.rotary import context_length
 
 from .engines import greedy

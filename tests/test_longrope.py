@@ -67,7 +67,7 @@ def test_model_without_longrope_has_no_limit(tiny_phi3: TinyModel) -> None:
 
 def test_attention_scaling_of_longrope_is_in_the_caches(phi3_long: TinyModel) -> None:
     """sqrt(1 + ln(128 / 32) / ln 32), at position 0 where the cosine is 1."""
-    cos = rotary_caches(read_config(phi3_long.source))["cos"]
+    cos = rotary_caches(read_config(phi3_long.source))["cos_cache"]
     assert cos[0].tolist() == pytest.approx([1.4**0.5] * 8)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from app.config import OPTIONS
 from app.protocol import GenerateRequest, parse
-from quantize.architectures import FUSED
+from quantize.families import FUSED
 
 from .live import ROOT, LiveServer
 

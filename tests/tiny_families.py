@@ -12,12 +12,16 @@ from typing import Any
 
 import torch
 from transformers import (
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -142,6 +146,15 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         rope_local_base_freq=1e4,
         rope_scaling={"rope_type": "linear", "factor": 8.0},
     ),
+    "granite": _of(
+        GraniteForCausalLM,
+        GraniteConfig,
+        embedding_multiplier=3.0,
+        logits_scaling=2.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.1,
+    ),
+    "ernie4.5": _of(Ernie4_5ForCausalLM, Ernie4_5Config, head_dim=32, use_bias=True),
 }
 
 

@@ -1,4 +1,4 @@
-"""Which architectures the fused graph is right for, and what each layer's attention is.
+"""Which model families the fused graph is right for, and what each layer's attention is.
 
 tests/test_families.py compares every family here with transformers. The graph builder takes more,
 and gets windows and rotary embeddings of some wrong; attention.py and rotary.py mend that.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from transformers import PretrainedConfig
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from .errors import QuantizeError
 
@@ -23,6 +24,8 @@ FUSED = {
     "GemmaForCausalLM": "Gemma 1",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
+    "GraniteForCausalLM": "Granite",
+    "Ernie4_5ForCausalLM": "ERNIE 4.5",
 }
 _ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 # Model types whose layers all have the window; the others say it layer by layer (`layer_types`).
@@ -65,6 +68,15 @@ def check(config: PretrainedConfig) -> None:
     if getattr(config, "use_bidirectional_attention", False):
         raise QuantizeError("its attention is bidirectional: it does not generate text")
     _refuse_ambiguous_lm_head(config)
+
+
+def outline(config: PretrainedConfig) -> PreTrainedModel:
+    """transformers' model without weights. Raises QuantizeError if `config` makes none."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # whatever the fields of config.json lead to
+        raise QuantizeError(f"config.json makes no model in transformers: {error!r}") from error
 
 
 def layer_attention(config: PretrainedConfig) -> list[LayerAttention]:
