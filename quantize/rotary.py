@@ -1,10 +1,9 @@
 """Rotary embeddings: how long a context they are right for, and the cos/sin caches of the graph.
 
 The caches are computed by transformers' own modules and written over those of the builder, which
-knows fewer kinds of `rope_scaling`. A longrope model (Phi-3 128k) has two sets
-of factors, and transformers rotates *all* keys by the long ones as soon as a text is longer than
-the original context: the keys in the cache would be wrong from then on, in every row for itself.
-So its context ends where the short factors end.
+knows fewer kinds of `rope_scaling`. A longrope model (Phi-3 128k) has two sets of factors, and all
+keys of a text that is longer than the original context must be rotated by the long ones: those in
+the cache would be wrong from then on, in each row for itself. So its context ends there.
 """
 
 from __future__ import annotations
