@@ -106,15 +106,18 @@ def _refuse(message: str) -> NoReturn:
 def build(source: Source, folder: Path, precision: str, gate: Gate | None) -> None:
     """Exports `source` and writes everything that the server needs into `folder`.
 
-    Raises QualityTooLow if the quantized graph does not pass `gate`.
+    Raises QualityTooLow if the quantized graph does not pass `gate`, and QuantizeError, before any
+    work, if the precision cannot be had.
     """
     # Imported here: they take seconds, and a wrong argument should be told at once.
     from . import record
     from .export import export_fused, read_config
     from .graph_copy import copy_graph
     from .int8 import quantize_int8
+    from .onnx_source import check_precision
     from .portable import export_portable
 
+    check_precision(source.dtype, precision)
     num_layers = read_config(source.folder).num_hidden_layers
     num_quantized = 0
     found: dict[str, Any] = {}

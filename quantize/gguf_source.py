@@ -7,13 +7,16 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .errors import QuantizeError
+from .forms import Form, choose_form
 from .space import Size
 
 
-def check_gguf(gguf: Path) -> Size:
-    """Raises QuantizeError if the file is not whole, or transformers cannot read its model."""
+def check_gguf(gguf: Path) -> tuple[Form, Size]:
+    """Raises QuantizeError if the file is not whole, transformers cannot read its model, or neither
+    form of graph can be made of it."""
     # Imported here: they take seconds, and a wrong MODEL should be told at once.
     from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
@@ -32,7 +35,21 @@ def check_gguf(gguf: Path) -> Size:
     counts = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     embedded = counts.get("token_embd.weight", 0)
     num_bytes = 4 * sum(counts.values())  # as torch holds it
-    return Size(sum(counts.values()), embedded, num_bytes, is_converted=True)
+    form = choose_form(_config(gguf))
+    return form, Size(sum(counts.values()), embedded, num_bytes, is_converted=True, form=form)
+
+
+def _config(gguf: Path) -> dict[str, Any]:
+    """What config.json will say, as far as the form depends on it."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        config: dict[str, Any] = load_gguf_checkpoint(gguf)["config"]
+    except Exception as error:  # whatever its metadata leads to
+        raise QuantizeError(f"the metadata of {gguf} cannot be used: {error!r}") from error
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
+    return config | {"architectures": [architecture]}
 
 
 @contextmanager

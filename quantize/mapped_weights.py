@@ -16,8 +16,9 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import TorchTensor, to_torch_dtype
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM
+
+from .hf_folder import read_headers, stored_type
 
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -54,12 +55,7 @@ def mapped_weights(source: Path) -> Iterator[None]:
 def find_stored_half(source: Path) -> torch.dtype | None:
     """The 16-bit type that all weights of `source` are stored in; None if they differ or are fp32,
     because a wider one among them must not be rounded."""
-    found = set()
-    for path in source.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()  # the file itself cannot be iterated
-            found |= {file.get_slice(name).get_dtype() for name in names}
-    return _HALVES.get(found.pop()) if len(found) == 1 else None
+    return _HALVES.get(stored_type(read_headers(source)) or "")
 
 
 def load(source: Path, dtype: torch.dtype) -> torch.nn.Module:

@@ -8,10 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import click
 from transformers import AutoTokenizer, GenerationConfig
 
 from . import MODEL_FILE, int8
+from .chat_template import SYSTEM_WARNING, keeps_system_messages
 from .export import read_config
+from .rotary import context_limit
 from .sources import Source
 
 # One of the two wheels of ONNX Runtime is installed.
@@ -31,15 +34,22 @@ def write(
         GenerationConfig.from_model_config(config).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
     tokenizer.save_pretrained(folder)
+    keeps_system = keeps_system_messages(tokenizer)
+    if keeps_system is False:
+        click.echo(SYSTEM_WARNING)
     files = {name: (folder / name).stat().st_size for name in (MODEL_FILE, f"{MODEL_FILE}.data")}
-    record = {
+    record: dict[str, Any] = {
         "name": source.name,
         "source": source.description,
+        "kind": source.kind,
         "precision": precision,
-        "form": "fused",
+        "form": source.form,
+        "chat_template_system": keeps_system,
         "bytes": files,
         "tools": tool_versions(),
     }
+    if source.form == "fused" and (limit := context_limit(config)):
+        record["context_length"], record["context_note"] = limit
     if precision == "int8":
         record["quantization"] = {
             "operator": "MatMulNBits",

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "scripts" / "bench_phi3.py"
+from scripts.make_random_model import PHI3_TINY, make_model
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_phi3.py"
 STAGES = ["starting", "reading weights", "writing the fp32 graph", "quantizing"]
 STAGES += ["comparing with fp32", "measuring speed"]
+# As little as has every stage; a short context makes the gate's rows short.
+CONFIG = PHI3_TINY | {"num_hidden_layers": 1, "max_position_embeddings": 64}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -25,10 +28,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_report_has_every_stage_its_memory_and_the_load(tmp_path: Path) -> None:
-    work, file = tmp_path / "work", tmp_path / "report.json"
+    work, file, model = tmp_path / "work", tmp_path / "report.json", tmp_path / "model"
+    model.mkdir()
+    make_model(model, CONFIG | {"original_max_position_embeddings": 64})
     load = ["--prompt-tokens", "20", "--output-tokens", "8", "--requests", "8"]
-    arguments = ["--like", "phi3-tiny", "--work", str(work), "--json", str(file), *load]
-    done = run(*arguments, "--", "--allow-quality-loss")
+    arguments = ["--model", str(model), "--work", str(work), "--json", str(file), *load]
+    done = run(*arguments, "--max-model-len", "64", "--", "--allow-quality-loss")
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     assert json.loads(file.read_text()) == report
@@ -41,9 +46,8 @@ def test_report_has_every_stage_its_memory_and_the_load(tmp_path: Path) -> None:
     peaks = {found["process"]: found for found in pipeline["processes"]}
     assert {"quantize", "quantize.speed"} <= peaks.keys()
     assert 100e6 < peaks["quantize"]["peak_anon_bytes"] < peaks["quantize"]["peak_rss_bytes"]
-    # The sources and both graphs lay on the disk at once.
-    sizes = [*report["source"]["files"].values(), *report["folder"]["files"].values()]
-    assert pipeline["peak_disk_bytes"] > sum(sizes)
+    # Both graphs lay on the disk at once.
+    assert pipeline["peak_disk_bytes"] > 1.5 * sum(report["folder"]["files"].values())
 
     rows = report["server"]["results"]
     assert [(row["concurrency"], row["failed"]) for row in rows] == [(1, 0), (8, 0)]

@@ -169,7 +169,7 @@ def test_graph_in_a_folder_of_its_own_finds_the_config_above(folder: Path) -> No
         (folder / name).rename(folder / "onnx" / name)
     graph = find_graph(folder)
     assert graph == folder / "onnx" / MODEL_FILE
-    assert check_onnx(graph)[0] == folder
+    assert check_onnx(graph).folder == folder
 
 
 def test_one_of_several_graphs_must_be_named(folder: Path) -> None:

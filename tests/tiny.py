@@ -22,7 +22,7 @@ from .tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 
 CONTEXT = 256
 VOCAB = 331
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -38,7 +38,7 @@ _SHAPE: dict[str, Any] = {
 def make_phi3(folder: Path, sliding_window: int | None = None) -> Path:
     tokenizer = sentencepiece_tokenizer()
     config = Phi3Config(
-        **_SHAPE,
+        **SHAPE,
         original_max_position_embeddings=CONTEXT,
         sliding_window=sliding_window,
         bos_token_id=tokenizer.bos_token_id,
@@ -52,7 +52,7 @@ def make_phi3(folder: Path, sliding_window: int | None = None) -> Path:
 def make_llama(folder: Path) -> Path:
     tokenizer = byte_level_tokenizer()
     config = LlamaConfig(
-        **_SHAPE,
+        **SHAPE,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
