@@ -59,9 +59,10 @@ def outline(config: PretrainedConfig) -> PreTrainedModel:
     """transformers' model without weights. Raises QuantizeError if `config` makes none."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.modeling_utils import no_init_weights
 
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights():
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever the fields of config.json lead to
         raise QuantizeError(f"config.json makes no model in transformers: {error!r}") from error

@@ -45,11 +45,13 @@ def mapped_weights(source: Path) -> Iterator[None]:
         plain_make(builder, tensor if to is None else convert_later(tensor, name, to), name)
 
     Model.load_weights, Model.make_initializer = load_weights, make_initializer
+    gc.freeze()  # what is here already need not be looked through in the end
     try:
         yield
     finally:
         Model.load_weights, Model.make_initializer = plain_load, plain_make
         gc.collect()  # the builder's objects hold each other, and with them the mapped files
+        gc.unfreeze()
 
 
 def find_stored_half(source: Path) -> torch.dtype | None:

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_phi3.py"
 STAGES = ["starting", "reading weights", "writing the fp32 graph", "quantizing"]
 STAGES += ["comparing with fp32", "measuring speed"]
 # As little as has every stage; a short context makes the gate's rows short.
-CONFIG = PHI3_TINY | {"num_hidden_layers": 1, "max_position_embeddings": 64}
+CONFIG = PHI3_TINY | {"num_hidden_layers": 1, "max_position_embeddings": 128}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -30,10 +30,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_report_has_every_stage_its_memory_and_the_load(tmp_path: Path) -> None:
     work, file, model = tmp_path / "work", tmp_path / "report.json", tmp_path / "model"
     model.mkdir()
-    make_model(model, CONFIG | {"original_max_position_embeddings": 64})
+    make_model(model, CONFIG | {"original_max_position_embeddings": 128})
     load = ["--prompt-tokens", "20", "--output-tokens", "8", "--requests", "8"]
     arguments = ["--model", str(model), "--work", str(work), "--json", str(file), *load]
-    done = run(*arguments, "--max-model-len", "64", "--", "--allow-quality-loss")
+    done = run(*arguments, "--max-model-len", "128", "--", "--allow-quality-loss")
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     assert json.loads(file.read_text()) == report

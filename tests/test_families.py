@@ -126,7 +126,7 @@ def test_each_layer_has_its_own_window(tmp_path: Path) -> None:
     assert windows(export("gemma2", tmp_path).folder) == [12, -1]
 
 
-@pytest.mark.parametrize("name", ["phi3.5-128k", "llama3-tied", "gemma2", "qwen3"])
+@pytest.mark.parametrize("name", ["phi3.5-128k", "gemma2"])
 def test_fp16_graph_runs_on_the_cpu_close_to_fp32(name: str, tmp_path: Path) -> None:
     family = export(name, tmp_path, "fp16")
     assert family.model.spec.kv.dtype == family.model.spec.logits_dtype == torch.float16

@@ -23,6 +23,7 @@ from transformers import (
 
 from quantize import MODEL_FILE
 from quantize.export import export_fused
+from quantize.forms import Dtype
 from quantize.mapped_weights import convert_later, find_stored_half
 from scripts.make_random_model import PHI3_TINY, make_model
 
@@ -69,21 +70,30 @@ def make_mixed(folder: Path) -> None:
     save_file(weights, path, {"format": "pt"})
 
 
-def export(source: Path, folder: Path) -> dict[str, bytes]:
+def export(source: Path, folder: Path, dtype: Dtype) -> dict[str, bytes]:
     folder.mkdir()
-    export_fused(source, folder, lambda _: None)
+    export_fused(source, folder, lambda _: None, dtype)
     return {name: (folder / name).read_bytes() for name in (MODEL_FILE, f"{MODEL_FILE}.data")}
 
 
-@pytest.mark.parametrize("make", [make_phi3, make_gemma, make_qwen2, make_mixed])
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (make_phi3, "fp32"),
+        (make_phi3, "fp16"),
+        (make_gemma, "fp32"),
+        (make_qwen2, "fp32"),
+        (make_mixed, "fp32"),
+    ],
+)
 def test_graph_is_the_one_that_the_builder_writes_alone(
-    make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Path], None], dtype: Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (source := tmp_path / "source").mkdir()
     make(source)
-    ours = export(source, tmp_path / "ours")
+    ours = export(source, tmp_path / "ours", dtype)
     monkeypatch.setattr("quantize.export.mapped_weights", lambda _: nullcontext())
-    assert ours == export(source, tmp_path / "alone")
+    assert ours == export(source, tmp_path / "alone", dtype)
 
 
 def test_weights_stay_in_their_file_while_the_graph_is_built_and_are_let_go(tmp_path: Path) -> None:
