@@ -13,6 +13,9 @@ from .errors import QuantizeError
 from .forms import Form, choose_form
 from .space import Size
 
+# GGUF's name of an architecture -> the model type that transformers makes of it, if another.
+_MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
+
 
 def check_gguf(gguf: Path) -> tuple[Form, Size]:
     """Raises QuantizeError if the file is not whole, transformers cannot read its model, or neither
@@ -26,8 +29,9 @@ def check_gguf(gguf: Path) -> tuple[Form, Size]:
     except (ValueError, IndexError, KeyError) as error:
         raise QuantizeError(f"{gguf} is not a whole GGUF file: {error}") from error
     field = reader.fields.get("general.architecture")
-    architecture = field.contents() if field else None
-    if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
+    architecture = str(field.contents()) if field else "none"
+    model_type = _MODEL_TYPES.get(architecture, architecture)
+    if not {architecture, model_type} & set(GGUF_SUPPORTED_ARCHITECTURES):
         raise QuantizeError(
             f"{gguf.name} holds the architecture {architecture!r}; from GGUF transformers reads "
             f"{', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}: give the HF folder instead"
@@ -35,21 +39,17 @@ def check_gguf(gguf: Path) -> tuple[Form, Size]:
     counts = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     embedded = counts.get("token_embd.weight", 0)
     num_bytes = 4 * sum(counts.values())  # as torch holds it
-    form = choose_form(_config(gguf))
+    form = choose_form(_config(model_type))
     return form, Size(sum(counts.values()), embedded, num_bytes, is_converted=True, form=form)
 
 
-def _config(gguf: Path) -> dict[str, Any]:
-    """What config.json will say, as far as the form depends on it."""
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+def _config(model_type: str) -> dict[str, Any]:
+    """What config.json will say, as far as the metadata's first field tells; transformers' own
+    reading of all fields takes as long as the conversion."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    try:
-        config: dict[str, Any] = load_gguf_checkpoint(gguf)["config"]
-    except Exception as error:  # whatever its metadata leads to
-        raise QuantizeError(f"the metadata of {gguf} cannot be used: {error!r}") from error
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))
-    return config | {"architectures": [architecture]}
+    named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return {"model_type": model_type, "architectures": [named]}
 
 
 @contextmanager
