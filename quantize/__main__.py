@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
-from tqdm import tqdm
 
+from .build import build
 from .commands import BuildOrCheck
 from .errors import QuantizeError
-from .floor import Floor
 from .gate import Gate
+from .precision import DEVICES, PRECISIONS, choose
 from .publish import Workplace
-from .sources import Source, resolve
+from .sources import resolve
 from .space import Size, is_out_of_space, require_space, temporaries_in
 from .versions import check_versions
 
 # Long stages report through one bar; their own lines would be hundreds.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-
-_FLOOR = Floor()
-_WHY_INT8 = "8-bit weights, a scale for each 32: nearly the fp32 answers in less than half the size"
 
 
 @click.command("python -m quantize", cls=BuildOrCheck)
@@ -36,17 +31,26 @@ _WHY_INT8 = "8-bit weights, a scale for each 32: nearly the fp32 answers in less
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder to write.")
 @click.option(
     "--precision",
-    type=click.Choice(["auto", "fp32", "int8"]),
+    type=click.Choice(["auto", *PRECISIONS]),
     default="auto",
     show_default=True,
-    help="auto takes int8 (8-bit weights, MatMulNBits).",
-)
-@click.option("--max-kl", default=_FLOOR.max_mean_kl, show_default=True, help="Gate: mean KL.")
-@click.option(
-    "--min-top1", default=_FLOOR.min_top1_agreement, show_default=True, help="Gate: agreement."
+    help="auto takes int8 for the CPU, fp16 for CUDA.",
 )
 @click.option(
-    "--max-perplexity-ratio", default=_FLOOR.max_perplexity_ratio, show_default=True, help="Gate."
+    "--device",
+    type=click.Choice(["auto", *DEVICES]),
+    default="auto",
+    show_default=True,
+    help="What will serve it; auto takes what is here.",
+)
+@click.option("--allow-slow", is_flag=True, help="Build a precision that is slow on the device.")
+@click.option(
+    "--reduce-range", is_flag=True, help="7-bit weights, for CPUs without an 8-bit dot product."
+)
+@click.option("--max-kl", type=float, help="Gate: largest mean KL. [int8: 0.05, int4: 0.25]")
+@click.option("--min-top1", type=float, help="Gate: least agreement. [int8: 0.93, int4: 0.7]")
+@click.option(
+    "--max-perplexity-ratio", type=float, help="Gate: largest ratio. [int8: 1.03, int4: 1.2]"
 )
 @click.option("--allow-quality-loss", is_flag=True, help="Publish below the gate's floor, too.")
 @click.option("--force", is_flag=True, help="Replace the output folder if it exists.")
@@ -55,9 +59,12 @@ def main(
     revision: str | None,
     output: Path,
     precision: str,
-    max_kl: float,
-    min_top1: float,
-    max_perplexity_ratio: float,
+    device: str,
+    allow_slow: bool,
+    reduce_range: bool,
+    max_kl: float | None,
+    min_top1: float | None,
+    max_perplexity_ratio: float | None,
     allow_quality_loss: bool,
     force: bool,
 ) -> None:
@@ -67,24 +74,23 @@ def main(
     A quantized model is compared with the unquantized one on a text that comes along, and not
     published if it differs by more than the gate allows.
     """
-    gate = Gate(Floor(max_kl, min_top1, max_perplexity_ratio), allow_quality_loss)
-    if precision == "auto":
-        precision = "int8"
-        click.echo(f"precision int8: {_WHY_INT8}")
     started_at = time.monotonic()
     try:
         click.echo(check_versions())
+        choice = choose(precision, device, allow_slow=allow_slow, reduce_range=reduce_range)
+        click.echo(f"precision {choice.precision} for {choice.device}: {choice.reason}")
+        floor = choice.floor.moved(max_kl, min_top1, max_perplexity_ratio)
         with Workplace(output, replace=force) as workplace:
             scratch = workplace.scratch
 
             def tell(size: Size) -> None:
-                click.echo(require_space(size, precision, scratch))
+                click.echo(require_space(size, choice.precision, scratch))
 
             with (
                 temporaries_in(scratch),
                 resolve(model, workplace.cache, scratch, revision=revision, on_size=tell) as source,
             ):
-                build(source, workplace.folder, precision, gate)
+                build(source, workplace.folder, choice, Gate(floor, allow_quality_loss))
             workplace.publish()
     except QuantizeError as error:
         _refuse(str(error))
@@ -102,50 +108,6 @@ def main(
 def _refuse(message: str) -> NoReturn:
     click.echo(f"quantize: {message}", err=True)
     sys.exit(2)
-
-
-def build(source: Source, folder: Path, precision: str, gate: Gate | None) -> None:
-    """Exports `source` and writes everything that the server needs into `folder`.
-
-    Raises QualityTooLow if the quantized graph does not pass `gate`.
-    """
-    # Imported here: they take seconds, and a wrong argument should be told at once.
-    from . import record
-    from .export import export_fused, read_config
-    from .graph_copy import copy_graph
-    from .int8 import quantize_int8
-    from .portable import export_portable
-
-    num_layers = read_config(source.folder).num_hidden_layers
-    num_quantized = 0
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="fp32-") as plain:
-        bar: tqdm[NoReturn]
-        with tqdm(total=num_layers, unit="layer", mininterval=0.5) as bar:
-            if source.graph is not None:
-                copy_graph(source.graph, Path(plain))
-            elif source.form == "fused":
-                export_fused(source.folder, Path(plain), _on(bar))
-            else:
-                export_portable(source.folder, Path(plain), _on(bar))
-            if precision == "int8":
-                bar.set_description("quantizing to int8")
-                num_quantized = quantize_int8(Path(plain), folder)
-            bar.set_description("done")
-        if precision == "fp32":
-            for file in Path(plain).iterdir():
-                file.rename(folder / file.name)
-        elif gate is not None:
-            found = gate.judge(source.folder, Path(plain), folder)
-    record.write(source, folder, precision, num_quantized, found)
-
-
-def _on(bar: tqdm[NoReturn]) -> Callable[[str], None]:
-    def on_stage(line: str) -> None:
-        bar.set_description(line.split(" in ")[0], refresh=False)
-        bar.update(line.startswith("Reading layer"))
-
-    return on_stage
 
 
 if __name__ == "__main__":

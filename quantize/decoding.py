@@ -43,6 +43,7 @@ class Decoding:
         self._logits_shape = logits.shape
         self._logits_type = _TYPES[logits.type]
         self._binding = self._session.io_binding()
+        self._logits: ort.OrtValue | None = None
         self._caches: dict[str, ort.OrtValue] = {}  # kept alive while bound
         self.restart()
 
@@ -84,7 +85,7 @@ class Decoding:
     def _bind_logits(self, num_tokens: int) -> ort.OrtValue:
         length = 1 if self._logits_shape[1] == 1 else num_tokens
         shape = (self._rows, length, self._logits_shape[2])
-        if getattr(self, "_logits", None) is None or tuple(self._logits.shape()) != shape:
+        if self._logits is None or tuple(self._logits.shape()) != shape:
             self._logits = _zeros(shape, self._logits_type)
         self._binding.bind_ortvalue_output("logits", self._logits)
         return self._logits

@@ -6,6 +6,8 @@ large activations takes the steps away from all others.
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx
 from onnx import helper
 
@@ -18,9 +20,9 @@ class Dynamic:
     """A `Method`."""
 
     operator = "DynamicQuantizeMatMul"
-    note = "one activation scale per step"
 
     def __init__(self, graph: onnx.GraphProto, weights: Weights) -> None:
+        self.parameters: dict[str, Any] = {"bits": 8, "activations": "one scale per step"}
         self._weights = weights
 
     def matrix(self, node: onnx.NodeProto, writer: WeightWriter) -> list[onnx.NodeProto]:

@@ -1,15 +1,16 @@
-"""HF folder -> fused decoder graph (GroupQueryAttention), fp32, ready for the engine.
+"""HF folder -> fused decoder graph (GroupQueryAttention), fp32 or fp16, ready for the engine.
 
-onnxruntime-genai's model builder writes the graph. Two edits follow, both on the small protobuf
-only (weights stay in their data file): HF's sliding window is set, and the LM head is fed with the
-last real token of each row instead of every position.
+onnxruntime-genai's model builder writes the graph. What it gets wrong is mended then, on the small
+protobuf only (weights stay in their data file): windows and rotary embeddings are transformers'
+own (attention.py, rotary.py), and the LM head is fed with the last real token of each row instead
+of every position.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
+import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -21,30 +22,36 @@ from onnx import TensorProto, helper
 from transformers import AutoConfig, PretrainedConfig
 
 from . import MODEL_FILE
+from .attention import set_attention
 from .errors import QuantizeError
+from .forms import Dtype
+from .mapped_weights import mapped_weights
+from .rotary import context_length, write_caches
 
 _LM_HEAD = "/lm_head/MatMul"
 _SEQLENS_K = "/model/attn_mask_reformat/attn_mask_subgraph/Sub/Cast/output_0"
 
 
-def export_fused(source: Path, folder: Path, on_stage: Callable[[str], None]) -> None:
-    """Writes `model.onnx` and its data file into `folder`.
+def export_fused(
+    source: Path,
+    folder: Path,
+    on_stage: Callable[[str], None],
+    dtype: Dtype = "fp32",
+) -> None:
+    """Writes `model.onnx` and its data file into `folder`; weights, keys and values are of `dtype`.
 
-    `on_stage` hears one short line per stage and layer. Raises QuantizeError for an architecture
-    that the builder does not know, or that it would export wrongly.
+    `source` has been checked (hf_folder.py). `on_stage` hears one short line per stage and layer.
     """
     config = read_config(source)
-    _refuse_ambiguous_lm_head(config)
-    _refuse_longrope(config)
     with tempfile.TemporaryDirectory(dir=folder, prefix="builder-") as scratch:
-        _run_builder(source, Path(scratch), on_stage)
-        # The builder's objects refer to each other, and so outlive it with all weights mapped:
-        # 2.5 GB of the next stage's peak for a model of 2.4 GB.
-        gc.collect()
+        prepared, built = Path(scratch) / "source", Path(scratch) / "built"
+        _prepare(source, prepared, config)
+        _run_builder(prepared, built, dtype, on_stage)
         for name in (MODEL_FILE, f"{MODEL_FILE}.data"):
-            shutil.move(Path(scratch) / name, folder / name)
+            shutil.move(built / name, folder / name)
     model = onnx.load(folder / MODEL_FILE, load_external_data=False)
-    set_sliding_window(model.graph, config)
+    set_attention(model.graph, config)
+    write_caches(model.graph, folder, config)
     keep_last_token_logits(model.graph)
     onnx.save(model, folder / MODEL_FILE)
 
@@ -57,59 +64,54 @@ def read_config(source: Path) -> PretrainedConfig:
         raise QuantizeError(f"{source / 'config.json'} cannot be used: {error}") from error
 
 
-def _refuse_longrope(config: PretrainedConfig) -> None:
-    """The builder switches all rows of a batch to the long factors as soon as one is long."""
-    scaling = getattr(config, "rope_scaling", None) or {}
-    if scaling.get("rope_type", scaling.get("type")) in ("longrope", "su", "yarn"):
-        raise QuantizeError(
-            "its rotary embedding changes with the length of the prompt (rope_scaling "
-            f"{scaling.get('rope_type', scaling.get('type'))!r}), which is not supported yet: "
-            "mixed batches would get wrong answers. Take the 4k variant of the model."
-        )
+def _prepare(source: Path, folder: Path, config: PretrainedConfig) -> None:
+    """Links to the files of `source`, with a config.json in the builder's reach.
 
-
-def _refuse_ambiguous_lm_head(config: PretrainedConfig) -> None:
-    """The builder takes every Linear as wide as the vocabulary for the LM head."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    widths = {
-        "hidden": config.hidden_size,
-        "query": config.num_attention_heads * head_dim,
-        "key": num_kv_heads * head_dim,
-        "query+key+value": (config.num_attention_heads + 2 * num_kv_heads) * head_dim,
-        "intermediate": config.intermediate_size,
-        "gate+up": 2 * config.intermediate_size,
+    Rotary embeddings and windows are simplified to what the builder can write; attention.py and
+    rotary.py set the real ones. For longrope it would switch all rows of a batch to the long
+    factors as soon as one is long.
+    """
+    folder.mkdir()
+    for file in source.resolve().iterdir():
+        if file.name != "config.json":
+            (folder / file.name).symlink_to(file)
+    length = context_length(config)
+    simple: dict[str, Any] = {
+        "rope_scaling": None,
+        "max_position_embeddings": length,
+        "original_max_position_embeddings": length,
     }
-    for name, width in widths.items():
-        if width == config.vocab_size:
-            raise QuantizeError(
-                f"the {name} width equals the vocabulary size ({width}): the graph builder would "
-                "take that layer for the LM head"
-            )
+    if getattr(config, "no_rope_layers", None):
+        simple["no_rope_layers"] = [1] * config.num_hidden_layers
+    fields = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | simple))
 
 
-def _run_builder(source: Path, output: Path, on_stage: Callable[[str], None]) -> None:
+def _run_builder(source: Path, output: Path, dtype: Dtype, on_stage: Callable[[str], None]) -> None:
     from onnxruntime_genai.models.builder import create_model
 
-    with contextlib.redirect_stdout(_Lines(on_stage)), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        contextlib.redirect_stdout(_Lines(on_stage)),
+        contextlib.redirect_stderr(io.StringIO()),
+        mapped_weights(source),
+    ):
         try:
             create_model(
                 model_name=None,
                 input_path=str(source),
                 output_dir=str(output),
-                precision="fp32",
-                execution_provider="cpu",
+                precision=dtype,
+                # Decides the form only: for the CPU it would write fp16 without
+                # GroupQueryAttention.
+                execution_provider="cpu" if dtype == "fp32" else "cuda",
                 cache_dir=str(output / "cache"),
                 hf_token="false",
                 hf_remote=False,  # never run code that comes with a model
                 # The tied form feeds the LM head from a Transpose, which no quantizer looks into.
                 shared_embeddings=False,
             )
-        except NotImplementedError:
-            names = ", ".join(read_config(source).architectures or ["none"])
-            raise QuantizeError(
-                f"its architecture ({names}) is not known to the fused-graph builder"
-            ) from None
+        except Exception as error:  # whatever transformers finds wrong with the weights, too
+            raise QuantizeError(f"the graph builder cannot export it: {error}") from error
 
 
 class _Lines(io.TextIOBase):
@@ -122,28 +124,6 @@ class _Lines(io.TextIOBase):
         for line in filter(None, map(str.strip, text.splitlines())):
             self._on_line(line)
         return len(text)
-
-
-def set_sliding_window(graph: onnx.GraphProto, config: PretrainedConfig) -> None:
-    """Sets GroupQueryAttention's `local_window_size` to HF's `sliding_window` in all layers.
-
-    The builder leaves it at -1 (no window) for Phi-3, although HF applies it. Where the builder has
-    set windows itself, it knows which layers have one.
-    """
-    window = getattr(config, "sliding_window", None)
-    nodes = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
-    if window is None or any(_window(node) != -1 for node in nodes):
-        return
-    if "full_attention" in (getattr(config, "layer_types", None) or []):
-        raise QuantizeError("only some of its layers have a sliding window: not supported yet")
-    for node in nodes:
-        kept = [a for a in node.attribute if a.name != "local_window_size"]
-        del node.attribute[:]
-        node.attribute.extend([*kept, helper.make_attribute("local_window_size", window)])
-
-
-def _window(node: onnx.NodeProto) -> int:
-    return next((a.i for a in node.attribute if a.name == "local_window_size"), -1)
 
 
 def keep_last_token_logits(graph: onnx.GraphProto) -> None:

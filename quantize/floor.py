@@ -35,6 +35,16 @@ class Floor:
     min_top1_agreement: float
     max_perplexity_ratio: float
 
+    def moved(
+        self, max_mean_kl: float | None, min_top1: float | None, max_ratio: float | None
+    ) -> Floor:
+        """With the limits that are given in place of its own."""
+        return Floor(
+            self.max_mean_kl if max_mean_kl is None else max_mean_kl,
+            self.min_top1_agreement if min_top1 is None else min_top1,
+            self.max_perplexity_ratio if max_ratio is None else max_ratio,
+        )
+
     def shortfalls(self, quality: Quality) -> list[str]:
         """Each measure that misses the floor, with both numbers; empty if all reach it."""
         checks = [

@@ -1,7 +1,7 @@
 """Which form of graph an architecture gets, decided from config.json before any other work.
 
-`fused` is the form of onnxruntime-genai's builder, `portable` that of optimum's own export. What
-neither can do right is refused here, with what is supported.
+`fused` is the form of onnxruntime-genai's builder, for the families of families.py; `portable` that
+of optimum's own export. What neither can do right is refused here, with what is supported.
 """
 
 from __future__ import annotations
@@ -12,25 +12,17 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from .errors import QuantizeError
+from .families import FUSED
 
 Form = Literal["fused", "portable"]
+Dtype = Literal["fp32", "fp16"]  # of a graph that is not quantized
 
 TASK = "text-generation-with-past"
-# Of those that the builder knows, the ones whose graphs say what torch says. Not among them:
-# Gemma 2 (windows in the wrong layers), OLMo (other logits), Phi and Nemotron (another epsilon in
-# the norms), GPT-OSS, LFM2 and the multimodal ones.
-FUSED = frozenset(
-    {
-        *{"Gemma3ForCausalLM", "GemmaForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"},
-        *{"Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM"},
-    }
-)
 # Model types whose own export was compared with torch, left-padded rows and a cache included.
 PORTABLE = frozenset(
     {
         *{"arcee", "codegen", "cohere", "falcon", "glm", "gpt2", "gpt_bigcode", "gpt_neo"},
-        *{"gpt_neox", "gptj", "granite", "helium", "olmo", "olmo2", "opt", "phi", "qwen3_moe"},
-        "stablelm",
+        *{"gpt_neox", "gptj", "helium", "olmo", "olmo2", "opt", "phi", "qwen3_moe", "stablelm"},
     }
 )
 
@@ -44,6 +36,7 @@ def choose_form(config: Mapping[str, Any]) -> Form:
     if model_type not in CONFIG_MAPPING_NAMES:
         raise QuantizeError(_unknown(config))
     _refuse_quantized(config)
+    _refuse_later_config(config)
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     named = config.get("architectures") or ["none"]
     if named[0] != architecture:
@@ -134,10 +127,19 @@ def _refuse_quantized(config: Mapping[str, Any]) -> None:
         )
 
 
+def _refuse_later_config(config: Mapping[str, Any]) -> None:
+    if config.get("rope_parameters"):
+        raise QuantizeError(
+            "config.json has `rope_parameters`, the form of transformers 5, which the transformers "
+            "here would ignore: write `rope_theta` and `rope_scaling` instead"
+        )
+
+
 def _supported() -> str:
+    families = ", ".join(f"{name} ({family})" for name, family in FUSED.items())
     return (
-        f"Supported are, as fused graphs: {', '.join(sorted(FUSED))}; and through optimum's own "
-        f"export the model types {', '.join(sorted(PORTABLE))}"
+        f"Supported are, as fused graphs: {families}; and through optimum's own export the model "
+        f"types {', '.join(sorted(PORTABLE))}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The gate: quality, size, memory and speed of a quantized graph beside the fp32 graph's,
+"""The gate: quality, size, memory and speed of a quantized graph beside the unquantized one's,
 on the screen and for quantization.json."""
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from tqdm import tqdm
 
 from . import MODEL_FILE
 from .floor import Floor, Quality, QualityTooLow
+from .sources import Source
 
 _WINDOW = 256  # tokens of a row, at most
+_ROOM = 1.3  # of memory, for each byte of a graph that is run
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Gate:
     floor: Floor
     allow_quality_loss: bool = False
 
-    def judge(self, source: Path, reference: Path, candidate: Path) -> dict[str, Any]:
+    def judge(self, source: Source, reference: Path, candidate: Path) -> dict[str, Any]:
         """Compares `candidate` with `reference`, both built from `source`; prints the table.
 
         Returns what was found. Raises QualityTooLow below the floor unless losses are allowed.
@@ -32,29 +34,26 @@ class Gate:
 
         from .compare import compare, gate_ids
         from .export import read_config
-        from .speed import measure_in_turns
+        from .rotary import context_length
 
-        context: int = read_config(source).max_position_embeddings
+        config = read_config(source.folder)
+        fused = source.form == "fused"
+        context = context_length(config) if fused else config.max_position_embeddings
         window = min(_WINDOW, context)
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
         ids = gate_ids(tokenizer, window)
         bar: tqdm[NoReturn]
-        with tqdm(total=ids.shape[1] - 1, unit="step", mininterval=0.5) as bar:
-            bar.set_description("comparing with fp32")
-            quality = compare(reference, candidate, ids, bar.update)
+        with tqdm(total=100, unit="%", desc="comparing with the unquantized graph") as bar:
+            quality = compare(reference, candidate, ids, lambda share: _show(bar, share))
         shortfalls = self.floor.shortfalls(quality)
         if shortfalls and not self.allow_quality_loss:
             raise QualityTooLow(
-                "the quantized model differs too much from the fp32 model, so it is not published: "
-                f"{'; '.join(shortfalls)}. --allow-quality-loss publishes it all the same."
+                "the quantized model differs too much from the unquantized one, so it is not "
+                f"published: {'; '.join(shortfalls)}. --allow-quality-loss publishes it all the "
+                "same."
             )
-        click.echo("measuring speed and memory")
-        folders = {"reference": reference, "quantized": candidate}
-        measured = measure_in_turns(folders, window)
-        for name, folder in folders.items():
-            sizes = [file.stat().st_size for file in folder.glob(f"{MODEL_FILE}*")]
-            measured[name]["bytes"] = sum(sizes)
-        click.echo("\n" + table(quality, measured, self.floor))
+        measured, note = _measure({"reference": reference, "quantized": candidate}, window)
+        click.echo("\n" + table(quality, measured, self.floor) + note)
         return {
             "quality": dataclasses.asdict(quality),
             "floor": dataclasses.asdict(self.floor),
@@ -63,24 +62,51 @@ class Gate:
         }
 
 
+def _show(bar: tqdm[NoReturn], share: float) -> None:
+    bar.n = round(100 * share)
+    bar.refresh()
+
+
+def _measure(folders: dict[str, Path], window: int) -> tuple[dict[str, dict[str, float]], str]:
+    """Sizes, speed and memory of both, and a line if one is too large to be run here."""
+    from .speed import available_memory, measure_in_turns
+
+    sizes = {
+        name: sum(file.stat().st_size for file in folder.glob(f"{MODEL_FILE}*"))
+        for name, folder in folders.items()
+    }
+    # ONNX Runtime holds a weight twice while it packs it, and the cache comes on top.
+    fits = {
+        name: folder for name, folder in folders.items() if _ROOM * sizes[name] < available_memory()
+    }
+    click.echo("measuring speed and memory")
+    measured = measure_in_turns(fits, window)
+    note = "".join(
+        f"\nthe {name} graph was not run whole: {size / 1e9:,.1f} GB would not fit in memory here"
+        for name, size in sizes.items()
+        if name not in fits
+    )
+    return {name: {"bytes": size} | measured.get(name, {}) for name, size in sizes.items()}, note
+
+
 def table(quality: Quality, measured: dict[str, dict[str, float]], floor: Floor) -> str:
     """Both graphs side by side, and the measures of the gate with their limits."""
     plain, quantized = measured["reference"], measured["quantized"]
-    lines = [
-        ("on disk, MB", *(f"{m['bytes'] / 1e6:,.0f}" for m in (plain, quantized))),
-        ("peak memory, MB", *(f"{m['peak_memory_bytes'] / 1e6:,.0f}" for m in (plain, quantized))),
-    ]
-    for key, title in (
-        ("prefill_tokens_per_second", "prefill, tokens/s"),
-        ("decode_1_tokens_per_second", "decode of 1 row, tokens/s"),
-        ("decode_16_tokens_per_second", "decode of 16 rows, tokens/s"),
+    lines = []
+    for key, title, unit, digits in (
+        ("bytes", "on disk, MB", 1e6, 0),
+        ("peak_memory_bytes", "peak memory, MB", 1e6, 0),
+        ("prefill_tokens_per_second", "prefill, tokens/s", 1, 1),
+        ("decode_1_tokens_per_second", "decode of 1 row, tokens/s", 1, 1),
+        ("decode_16_tokens_per_second", "decode of 16 rows, tokens/s", 1, 1),
     ):
-        lines.append((title, f"{plain[key]:,.1f}", f"{quantized[key]:,.1f}"))
+        both = (f"{m[key] / unit:,.{digits}f}" if key in m else "-" for m in (plain, quantized))
+        lines.append((title, *both))
     lines.append(("perplexity", f"{quality.reference_perplexity:.3f}", f"{quality.perplexity:.3f}"))
     rows = [f"{title:28} {left:>10} {right:>10}" for title, left, right in lines]
     return "\n".join(
         [
-            f"{'':28} {'fp32':>10} {'quantized':>10}",
+            f"{'':28} {'plain':>10} {'quantized':>10}",
             *rows,
             f"over {quality.num_tokens} tokens: mean KL {quality.mean_kl:.4f} (at most "
             f"{floor.max_mean_kl}), top-1 agreement {quality.top1_agreement:.4f} (at least "

@@ -7,13 +7,19 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from .errors import QuantizeError
+from .forms import Form, choose_form
 from .space import Size
 
+# GGUF's name of an architecture -> the model type that transformers makes of it, if another.
+_MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 
-def check_gguf(gguf: Path) -> Size:
-    """Raises QuantizeError if the file is not whole, or transformers cannot read its model."""
+
+def check_gguf(gguf: Path) -> tuple[Form, Size]:
+    """Raises QuantizeError if the file is not whole, transformers cannot read its model, or neither
+    form of graph can be made of it."""
     # Imported here: they take seconds, and a wrong MODEL should be told at once.
     from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
@@ -23,8 +29,9 @@ def check_gguf(gguf: Path) -> Size:
     except (ValueError, IndexError, KeyError) as error:
         raise QuantizeError(f"{gguf} is not a whole GGUF file: {error}") from error
     field = reader.fields.get("general.architecture")
-    architecture = field.contents() if field else None
-    if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
+    architecture = str(field.contents()) if field else "none"
+    model_type = _MODEL_TYPES.get(architecture, architecture)
+    if not {architecture, model_type} & set(GGUF_SUPPORTED_ARCHITECTURES):
         raise QuantizeError(
             f"{gguf.name} holds the architecture {architecture!r}; from GGUF transformers reads "
             f"{', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}: give the HF folder instead"
@@ -32,7 +39,17 @@ def check_gguf(gguf: Path) -> Size:
     counts = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     embedded = counts.get("token_embd.weight", 0)
     num_bytes = 4 * sum(counts.values())  # as torch holds it
-    return Size(sum(counts.values()), embedded, num_bytes, is_converted=True)
+    form = choose_form(_config(model_type))
+    return form, Size(sum(counts.values()), embedded, num_bytes, is_converted=True, form=form)
+
+
+def _config(model_type: str) -> dict[str, Any]:
+    """What config.json will say, as far as the metadata's first field tells; transformers' own
+    reading of all fields takes as long as the conversion."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return {"model_type": model_type, "architectures": [named]}
 
 
 @contextmanager

@@ -16,7 +16,10 @@ from .errors import QuantizeError
 from .forms import Form, choose_form
 from .space import Size
 
+Headers = Mapping[Path, Mapping[str, Any]]  # of each file: its tensors' names, types and shapes
+
 INDEX = "model.safetensors.index.json"
+_JOINED = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 _MAX_HEADER = 100_000_000  # bytes, as the safetensors format has it
 _BIN = "pickle files can run code when they are loaded: convert them to safetensors"
 # Slow tokenizers that transformers turns into fast ones without another library.
@@ -25,16 +28,44 @@ _PLAIN_VOCABULARIES = ({"vocab.json", "merges.txt"},)
 
 def check_folder(folder: Path) -> tuple[Form, Size]:
     """Raises QuantizeError, naming the file, if something is missing or not whole."""
-    config = read_json(folder / "config.json", f"{folder} is no Hugging Face folder")
-    form = choose_form(config)
-    headers = {path: read_header(path) for path in weight_files(folder)}
+    form, num_embedded = check_config(folder, f"{folder} is no Hugging Face folder")
+    headers = read_headers(folder)
     _check_index(folder, headers)
+    if form == "fused":
+        # Imported here, like all that takes seconds: a missing file should be told at once.
+        from .export import read_config
+        from .weights import check_weights
+
+        check_weights(folder, set().union(*headers.values()), read_config(folder))
     check_tokenizer(folder)
-    num_parameters = sum(
-        _count(tensor) for header in headers.values() for tensor in header.values()
+    tensors = [item for header in headers.values() for item in header.items()]
+    return form, Size(
+        num_parameters=sum(math.prod(tensor["shape"]) for _, tensor in tensors),
+        num_embedded=num_embedded,
+        num_bytes=sum(path.stat().st_size for path in headers),
+        num_joined_bytes=sum(_bytes(tensor) for name, tensor in tensors if name.endswith(_JOINED)),
+        form=form,
     )
-    num_bytes = sum(path.stat().st_size for path in headers)
-    return form, Size(num_parameters, embedded(config), num_bytes, form=form)
+
+
+def _bytes(tensor: Mapping[str, Any]) -> int:
+    begin, end = tensor["data_offsets"]
+    return int(end - begin)
+
+
+def check_config(folder: Path, otherwise: str) -> tuple[Form, int]:
+    """The form that the model gets, and the parameters of its embedding. Raises QuantizeError,
+    which begins with `otherwise` if config.json is missing, for a model that gets none."""
+    config = read_json(folder / "config.json", otherwise)
+    form = choose_form(config)
+    if form == "fused":
+        from .export import read_config
+        from .families import check
+        from .rotary import rotary_modules
+
+        check(known := read_config(folder))
+        rotary_modules(known)
+    return form, embedded(config)
 
 
 def embedded(config: Mapping[str, Any]) -> int:
@@ -83,8 +114,18 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return weight_map
 
 
+def read_headers(folder: Path) -> Headers:
+    return {path: read_header(path) for path in weight_files(folder)}
+
+
+def stored_type(headers: Headers) -> str | None:
+    """The type that all weights are stored in, as safetensors calls it; None if they differ."""
+    found = {str(tensor["dtype"]) for header in headers.values() for tensor in header.values()}
+    return found.pop() if len(found) == 1 else None
+
+
 def read_header(path: Path) -> dict[str, Any]:
-    """Names and shapes of the tensors in a safetensors file, which must be whole."""
+    """Names, types and shapes of the tensors in a safetensors file, which must be whole."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -103,16 +144,12 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _check_index(folder: Path, headers: Mapping[Path, Mapping[str, Any]]) -> None:
+def _check_index(folder: Path, headers: Headers) -> None:
     if list(headers) == [folder / "model.safetensors"]:
         return
     for tensor, shard in _weight_map(folder).items():
         if tensor not in headers[folder / shard]:
             raise QuantizeError(f"{folder / shard} lacks {tensor}, which {INDEX} says is in it")
-
-
-def _count(tensor: Mapping[str, Any]) -> int:
-    return math.prod(tensor["shape"])
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -123,7 +160,6 @@ def check_tokenizer(folder: Path) -> None:
         if "tokenizer.model" not in names:
             raise QuantizeError(f"{folder} holds no fast tokenizer: tokenizer.json is missing")
         _require_converter(folder / "tokenizer.model")
-    # Imported here: it takes seconds, and a missing file should be told at once.
     from transformers import AutoTokenizer
 
     try:

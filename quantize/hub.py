@@ -13,8 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from .errors import QuantizeError
-from .forms import choose_form
-from .hf_folder import INDEX, read_json
+from .hf_folder import INDEX, check_config
 from .space import in_units
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -37,7 +36,7 @@ def fetch(model: str, revision: str | None) -> tuple[Path, str]:
     Raises QuantizeError if there is no such model, it may not be read, or there is no network.
     """
     folder = _snapshot(model, revision, ["config.json"])
-    choose_form(read_json(folder / "config.json", _incomplete(model, folder)))
+    check_config(folder, _incomplete(model, folder))
     commit = folder.name
     _check_download(model, commit)
     return _snapshot(model, commit, _FILES), commit

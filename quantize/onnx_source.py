@@ -7,14 +7,16 @@ beside it, or above its `onnx` folder, lie config.json and the tokenizer.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
+from onnx import TensorProto
 from onnx.external_data_helper import uses_external_data
 
 from . import MODEL_FILE
 from .errors import QuantizeError
-from .forms import Form
+from .forms import Dtype, Form
 from .graph_copy import external_places, load_graph, tensors_of
 from .hf_folder import check_tokenizer, embedded, read_json
 from .space import Size
@@ -23,6 +25,23 @@ _QUANTIZED = {
     *{"DequantizeLinear", "DynamicQuantizeLinear", "MatMulBnb4", "MatMulInteger"},
     *{"MatMulIntegerToFloat", "MatMulNBits", "QLinearMatMul", "QMoE"},
 }
+
+
+_WIDE = 1024  # elements of a weight; smaller tensors may be constants of any type
+_FLOATS = {
+    *{TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE},
+    *{TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """An ONNX export that can be quantized and served."""
+
+    folder: Path  # of config.json and tokenizer
+    form: Form
+    dtype: Dtype
+    size: Size
 
 
 def find_graph(path: Path) -> Path | None:
@@ -42,14 +61,14 @@ def find_graph(path: Path) -> Path | None:
     return next(iter(named or graphs), None)
 
 
-def check_onnx(graph: Path) -> tuple[Path, Form, Size]:
-    """The folder with config.json, and what the graph is. Raises QuantizeError with the reason if
-    it cannot be quantized and served, or a file is missing."""
+def check_onnx(graph: Path) -> Export:
+    """Raises QuantizeError with the reason if it cannot be quantized and served, or a file is
+    missing."""
     above = graph.parent.name == "onnx" and not (graph.parent / "config.json").is_file()
     folder = graph.parent.parent if above else graph.parent
     config = read_json(folder / "config.json", f"{folder} cannot be used with {graph.name}")
     model = load_graph(graph)
-    form = form_of(model, graph)
+    form, dtype = form_of(model, graph), dtype_of(model, graph)
     _check_layers(model, folder, graph)
     places = external_places(model, graph.parent)
     check_tokenizer(folder)
@@ -58,7 +77,25 @@ def check_onnx(graph: Path) -> tuple[Path, Form, Size]:
         tensor.ByteSize() for tensor in tensors_of(model) if not uses_external_data(tensor)
     )
     size = Size(num_parameters, embedded(config), num_bytes, form=form, is_exported=False)
-    return folder, form, size
+    return Export(folder, form, dtype, size)
+
+
+def dtype_of(model: onnx.ModelProto, graph: Path) -> Dtype:
+    """Of the weights; norms and rotary caches may be wider. Raises QuantizeError for others."""
+    found = {t.data_type for t in tensors_of(model) if math.prod(t.dims) >= _WIDE} & _FLOATS
+    if unknown := found - {TensorProto.FLOAT, TensorProto.FLOAT16}:
+        names = ", ".join(TensorProto.DataType.Name(kind).lower() for kind in sorted(unknown))
+        raise QuantizeError(f"{graph} has weights in {names}: export it in float32")
+    return "fp16" if TensorProto.FLOAT16 in found else "fp32"
+
+
+def check_precision(dtype: Dtype, precision: str) -> None:
+    """Raises QuantizeError if a graph of that type cannot be brought to `precision`."""
+    if dtype == "fp16" and precision != "fp16":
+        raise QuantizeError(
+            f"the graph is in fp16, and {precision} is made from fp32 only, so as not to round "
+            "twice: give an export in float32, or the Hugging Face model"
+        )
 
 
 def form_of(model: onnx.ModelProto, graph: Path) -> Form:

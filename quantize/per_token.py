@@ -15,6 +15,7 @@ quantization of the product does not mind it.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import onnx
@@ -34,7 +35,7 @@ _Matrix = NDArray[np.float32]
 
 
 class PerToken:
-    """A `Method`. `note` says what became of the rotation."""
+    """A `Method`."""
 
     operator = "MatMulIntegerToFloat"
 
@@ -48,9 +49,15 @@ class PerToken:
         }
         try:
             self._calm |= rotate(graph, weights)
-            self.note = "hidden state rotated"
+            rotated = "yes"
         except CannotRotate as error:
-            self.note = f"hidden state not rotated ({error})"
+            rotated = f"no: {error}"
+        self.parameters: dict[str, Any] = {
+            "bits": 8,
+            "activations": "one scale per token",
+            "rotated": rotated,
+            "reduce_range": reduce_range,
+        }
         self._deferred = _find_deferred(graph, weights)
         self._factors: dict[str, str] = {}  # value -> what its rows are still to be multiplied by
         self._quantized: dict[str, str] = {}  # value -> the factor of its rows once quantized
@@ -65,9 +72,9 @@ class PerToken:
         inputs = [
             f"{value}/u8",
             writer.add(f"{name}/s8", rounded),
-            writer.add("per_token/one", np.float32(1)),
+            writer.add("per_token/one", np.array(1, np.float32)),
             writer.add(f"{name}/scale", scale / LEVELS),
-            writer.add("per_token/zero_point", np.uint8(128)),
+            writer.add("per_token/zero_point", np.array(128, np.uint8)),
         ]
         factor = self._quantized[value]
         if output in self._deferred:
@@ -93,8 +100,8 @@ class PerToken:
             read = f"{value}/mixed"
             nodes += _mixing(value, read, width, block, writer)
         axis = writer.add("per_token/axis", np.array([-1], np.int64))
-        step = writer.add("per_token/step", np.float32(1 / LEVELS))
-        zero_point = writer.add("per_token/zero_point", np.uint8(128))
+        step = writer.add("per_token/step", np.array(1 / LEVELS, np.float32))
+        zero_point = writer.add("per_token/zero_point", np.array(128, np.uint8))
         magnitude, largest, unit = (f"{value}/{part}" for part in ("magnitude", "largest", "unit"))
         nodes += [
             helper.make_node("Abs", [read], [magnitude], f"{value}/Abs"),
@@ -185,4 +192,5 @@ def _hadamard(size: int) -> _Matrix:
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return (matrix / np.sqrt(np.float32(size))).astype(np.float32)
+    scaled: _Matrix = (matrix / np.sqrt(size)).astype(np.float32)
+    return scaled

@@ -35,13 +35,7 @@ def export_portable(source: Path, folder: Path, on_stage: Callable[[str], None])
     Raises QuantizeError if the graph does not say what torch says.
     """
     on_stage("loading the weights")
-    model = AutoModelForCausalLM.from_pretrained(
-        source,
-        dtype=torch.float32,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-    ).eval()
+    model = _load(source)
     rows = _rows(model.config)
     expected = [_torch_logits(model, row) for row in rows]
     with tempfile.TemporaryDirectory(dir=folder, prefix="traced-") as scratch:
@@ -52,6 +46,24 @@ def export_portable(source: Path, folder: Path, on_stage: Callable[[str], None])
         copy_graph(Path(scratch) / MODEL_FILE, folder)
     on_stage("comparing with torch")
     _compare(_Graph(folder / MODEL_FILE), rows, expected)
+
+
+def _load(source: Path) -> Any:
+    """Raises QuantizeError if a weight is missing: transformers would fill it with random numbers.
+    Their names are known to it alone: many checkpoints lack a prefix of the model's."""
+    model, found = AutoModelForCausalLM.from_pretrained(
+        source,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    if missing := sorted(found["missing_keys"]):
+        raise QuantizeError(
+            f"{source} lacks {len(missing)} of the model's weights, {missing[0]} among them"
+        )
+    return model.eval()
 
 
 def _trace(model: Any, target: Path) -> None:

@@ -8,10 +8,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import click
 from transformers import AutoTokenizer, GenerationConfig
 
-from . import MODEL_FILE, int8
+from .chat_template import SYSTEM_WARNING, keeps_system_messages
 from .export import read_config
+from .hashes import RECORD_FILE, file_table
+from .precision import Choice
+from .probe import make_probe
+from .rotary import context_limit
 from .sources import Source
 
 # One of the two wheels of ONNX Runtime is installed.
@@ -19,9 +24,14 @@ _TOOLS = ("onnx", "onnxruntime", "onnxruntime-gpu", "onnxruntime-genai", "torch"
 
 
 def write(
-    source: Source, folder: Path, precision: str, num_quantized: int, gate: dict[str, Any]
+    source: Source,
+    folder: Path,
+    choice: Choice,
+    quantization: dict[str, Any],
+    gate: dict[str, Any],
 ) -> None:
-    """Writes them into `folder`, which holds the graph already. `gate` is what the gate found."""
+    """Writes them into `folder`, which holds the graph already. `quantization` is what was done to
+    it, `gate` what the gate found; both empty for a graph that is not quantized."""
     config = read_config(source.folder)
     config.save_pretrained(folder)
     generation = source.folder / "generation_config.json"
@@ -31,26 +41,28 @@ def write(
         GenerationConfig.from_model_config(config).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
     tokenizer.save_pretrained(folder)
-    files = {name: (folder / name).stat().st_size for name in (MODEL_FILE, f"{MODEL_FILE}.data")}
-    record = {
+    keeps_system = keeps_system_messages(tokenizer)
+    if keeps_system is False:
+        click.echo(SYSTEM_WARNING)
+    record: dict[str, Any] = {
         "name": source.name,
         "source": source.description,
-        "precision": precision,
-        "form": "fused",
-        "device": "cpu",  # what the graph builder was asked for
-        "bytes": files,
+        "kind": source.kind,
+        "precision": choice.precision,
+        "device": choice.device,
+        "reason": choice.reason,
+        "form": source.form,
+        "chat_template_system": keeps_system,
         "tools": tool_versions(),
     }
-    if precision == "int8":
-        record["quantization"] = {
-            "operator": "MatMulNBits",
-            "bits": 8,
-            "block_size": int8.BLOCK_SIZE,
-            "accuracy_level": int8.ACCURACY_LEVEL,
-            "matrices": num_quantized,
-        }
-        record["gate"] = gate
-    (folder / "quantization.json").write_text(json.dumps(record, indent=2) + "\n")
+    if source.form == "fused" and (limit := context_limit(config)):
+        record["context_length"], record["context_note"] = limit
+    if choice.is_quantized:
+        record |= {"quantization": quantization, "gate": gate}
+    if choice.device == "cpu":
+        record["probe"] = make_probe(folder, tokenizer)
+    record["files"] = file_table(folder)
+    (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
 
 
 def tool_versions() -> dict[str, str]:

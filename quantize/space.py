@@ -33,6 +33,7 @@ class Size:
     num_parameters: int
     num_embedded: int  # parameters of the embedding, stored twice if tied to the LM head
     num_bytes: int  # of the weights as they are
+    num_joined_bytes: int = 0  # of those that the builder joins (queries, keys and values)
     is_converted: bool = False  # a copy of it is written in fp32 first
     form: Form = "fused"
     is_exported: bool = True  # not so for a source that is a graph already
@@ -56,12 +57,17 @@ class Size:
         return converted + self.num_graph_bytes + beside + _SLACK
 
     def memory_bytes(self) -> int:
-        """Of the export: torch holds the model, and tracing holds it twice."""
+        """Of the export, with the mapped pages of the source's files, which the system can drop."""
         if not self.is_exported:
             return _LIBRARIES + self.num_graph_bytes
-        if self.form == "portable":
+        if self.form == "portable":  # torch holds the model, and tracing holds it twice
             return _LIBRARIES + 2 * self.num_graph_bytes
-        return _LIBRARIES + self.num_graph_bytes + self.num_bytes
+        # The files are mapped (mapped_weights.py). Beside them are what the builder joined, and the
+        # largest matrix as it is converted and turned.
+        exported = self.num_bytes + self.num_joined_bytes + 2 * _FP32 * self.num_embedded
+        # From GGUF, the weights are read before they are put into the model.
+        converted = 2 * self.num_bytes if self.is_converted else 0
+        return _LIBRARIES + max(exported, converted)
 
 
 def require_space(size: Size, precision: str, folder: Path) -> str:

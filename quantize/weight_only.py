@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
-from .rewrite import MICROSOFT
+from .rewrite import MICROSOFT, is_matrix
 from .rounding import embed
 from .tensors import Weights, WeightWriter
 
@@ -27,7 +28,6 @@ class WeightOnly:
     """A `Method`. `bits_of` says how many bits the matrix of a name gets, 8 or 4."""
 
     operator = "MatMulNBits"
-    note = f"blocks of {BLOCK_SIZE}"
 
     def __init__(
         self,
@@ -40,6 +40,10 @@ class WeightOnly:
         self._weights = weights
         self._bits_of = bits_of
         self._is_for_cuda = is_for_cuda
+        found = {bits_of(n.input[1]) for n in graph.node if is_matrix(n, weights)}
+        self.parameters: dict[str, Any] = {"bits": sorted(found), "block_size": BLOCK_SIZE}
+        if not is_for_cuda:
+            self.parameters["accuracy_level"] = ACCURACY_LEVEL
 
     def matrix(self, node: onnx.NodeProto, writer: WeightWriter) -> list[onnx.NodeProto]:
         name = node.input[1]
@@ -56,7 +60,7 @@ class WeightOnly:
         ]
         if not is_symmetric:
             inputs.append(writer.add(f"{name}/zero_points", blocks.zero_points))
-        attributes = {} if self._is_for_cuda else {"accuracy_level": ACCURACY_LEVEL}
+        attributes: dict[str, Any] = {} if self._is_for_cuda else {"accuracy_level": ACCURACY_LEVEL}
         return [
             helper.make_node(
                 "MatMulNBits",
@@ -128,4 +132,5 @@ def _pack(numbers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
         return numbers
     if numbers.shape[-1] % 2:
         numbers = np.concatenate([numbers, np.zeros_like(numbers[..., :1])], axis=-1)
-    return numbers[..., 0::2] | (numbers[..., 1::2] << 4)
+    packed: NDArray[np.uint8] = numbers[..., 0::2] | (numbers[..., 1::2] << np.uint8(4))
+    return packed

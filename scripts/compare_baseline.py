@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import bench
@@ -28,9 +28,15 @@ ROOT = Path(__file__).parents[1]
 START_SECONDS = 600  # the default model may have to be downloaded and converted first
 
 
+@dataclass(frozen=True)
+class Server:
+    url: str
+    pid: int
+
+
 @contextmanager
-def serving(*arguments: str) -> Iterator[str]:
-    """Run a server on a free port until the context closes; yield its URL once it is ready."""
+def serving(*arguments: str) -> Iterator[Server]:
+    """Run a server on a free port until the context closes; yield it once it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
@@ -42,7 +48,7 @@ def serving(*arguments: str) -> Iterator[str]:
             if server.poll() is not None or time.monotonic() > give_up_at:
                 raise click.ClickException(f"{' '.join(command)} did not become ready")
             time.sleep(0.5)
-        yield url
+        yield Server(url, server.pid)
     finally:
         server.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -82,10 +88,10 @@ def main(
     plain = serving("scripts/baseline_server.py", "--model", plain_model, "--cache", cache)
     requests = max(8, 3 * concurrency)
     runs: dict[str, list[list[bench.Answer]]] = {"ours": [], "plain": []}
-    with ours as our_url, plain as plain_url:
-        load = bench.Load(our_url, 0, output_tokens, stream=False)
+    with ours as our_server, plain as plain_server:
+        load = bench.Load(our_server.url, 0, output_tokens, stream=False)
         load = bench.calibrate(load, prompt_tokens, random.Random(repeats))
-        loads = {"ours": load, "plain": replace(load, url=plain_url)}
+        loads = {"ours": load, "plain": replace(load, url=plain_server.url)}
         for repeat in range(repeats):
             for name, load in loads.items():
                 runs[name].append(bench.measure(load, concurrency, requests, random.Random(repeat)))

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantize.__main__ import build
+from quantize.build import build
+from quantize.precision import choose
 from quantize.sources import resolve
 
 from .tiny import TorchReference, make_llama, make_phi3
@@ -46,7 +47,7 @@ def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Build:
         folder = root / "folder"
         folder.mkdir()
         with resolve(str(source), root / "cache", root) as resolved:
-            build(resolved, folder, precision, gate=None)
+            build(resolved, folder, choose(precision, "cpu", allow_slow=True), gate=None)
         return folder
 
     return make

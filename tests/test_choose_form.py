@@ -33,7 +33,11 @@ def test_listed_types_are_portable(model_type: str) -> None:
 
 
 def test_every_fused_architecture_is_one_that_transformers_knows() -> None:
-    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) >= FUSED
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) >= FUSED.keys()
+
+
+def test_portable_types_are_those_that_cannot_be_fused() -> None:
+    assert not {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in PORTABLE} & FUSED.keys()
 
 
 @pytest.mark.parametrize("found", [{}, {"model_type": "nope"}, {"model_type": None}])
@@ -69,6 +73,7 @@ def test_unknown_model_type_names_the_versions_in_question() -> None:
         (config("llama") | {"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM"),
         (config("llama") | {"architectures": None}, "expected is LlamaForCausalLM"),
         (config("llama", quantization_config={"quant_method": "gptq"}), "already (gptq)"),
+        (config("gpt_neox", rope_parameters={"rope_theta": 5e5}), "the form of transformers 5"),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
 )

@@ -11,16 +11,15 @@ from typing import Any
 import onnx
 import pytest
 from click.testing import CliRunner, Result
-from onnx import TensorProto, helper
+from safetensors.torch import load_file, save_file
 
 from quantize import MODEL_FILE
 from quantize.__main__ import main
-from quantize.errors import QuantizeError
-from quantize.export import export_fused, set_sliding_window
+from quantize.export import export_fused
 from quantize.record import tool_versions
 
 from .conftest import TinyModel
-from .tiny import CONTEXT, make_llama
+from .tiny import make_llama
 
 
 def edit_config(folder: Path, **fields: Any) -> Path:
@@ -68,12 +67,22 @@ def test_int8_quantizes_every_matrix_with_the_parameters_recorded(
         ({"model_type": "nope"}, "nope"),
         ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM"),
         ({"vocab_size": 160}, "LM head"),  # as wide as the intermediate layer
-        (
-            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-            "rope_scaling",
-        ),
+        ({"rope_scaling": {"rope_type": "mrope", "mrope_section": [2]}}, "mrope"),
+        ({"head_dim": 8}, "multiple of 16"),
+        ({"hidden_act": "quick_gelu"}, "quick_gelu"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_parameters"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized already"),
     ],
-    ids=["unknown model type", "unknown architecture", "ambiguous LM head", "longrope"],
+    ids=[
+        "unknown model type",
+        "unknown architecture",
+        "ambiguous LM head",
+        "unknown rotary embedding",
+        "rotary embedding that the kernel does not take",
+        "unknown activation",
+        "config of transformers 5",
+        "quantized weights",
+    ],
 )
 def test_model_that_would_come_out_wrong_is_refused_and_leaves_nothing(
     fields: dict[str, Any], says: str, tmp_path: Path
@@ -84,6 +93,28 @@ def test_model_that_would_come_out_wrong_is_refused_and_leaves_nothing(
     assert result.exit_code == 2
     assert says in result.stderr
     assert {path.name for path in output.parent.iterdir()} == {".cache"}
+
+
+def test_damaged_weights_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+    source = make_llama(tmp_path / "source")
+    weights = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    result = run_quantize(str(source), "--output", str(tmp_path / "tiny"))
+    assert result.exit_code == 2
+    assert "model.safetensors is not whole" in result.stderr
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_weight_that_is_missing_is_named(tmp_path: Path) -> None:
+    """transformers would fill it with random numbers."""
+    source = make_llama(tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    result = run_quantize(str(source), "--output", str(tmp_path / "tiny"))
+    assert result.exit_code == 2
+    assert "model.layers.1.mlp.up_proj.weight" in result.stderr
+    assert not (tmp_path / "tiny").exists()
 
 
 def test_generation_config_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -104,40 +135,6 @@ def test_stages_are_told_while_they_run(tmp_path: Path) -> None:
     export_fused(source, tmp_path / "folder", lines.append)
     layers = [line for line in lines if line.startswith("Reading layer")]
     assert layers == ["Reading layer 0", "Reading layer 1"]
-
-
-def graph_with_windows(*windows: int) -> onnx.GraphProto:
-    nodes = [
-        helper.make_node("GroupQueryAttention", ["x"], [f"y{i}"], local_window_size=window)
-        for i, window in enumerate(windows)
-    ]
-    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
-    return helper.make_graph(nodes, "graph", [value], [])
-
-
-def windows_of(graph: onnx.GraphProto) -> list[int]:
-    return [a.i for node in graph.node for a in node.attribute if a.name == "local_window_size"]
-
-
-@pytest.mark.parametrize(
-    ("before", "sliding_window", "after"),
-    [((-1, -1), 2047, [2047, 2047]), ((-1, -1), None, [-1, -1]), ((512, -1), 512, [512, -1])],
-    ids=["left out by the builder", "no window", "set by the builder layer by layer"],
-)
-def test_window_is_set_where_the_builder_left_it_out(
-    before: tuple[int, ...], sliding_window: int | None, after: list[int]
-) -> None:
-    graph = graph_with_windows(*before)
-    config = SimpleNamespace(sliding_window=sliding_window, layer_types=None)
-    set_sliding_window(graph, config)  # type: ignore[arg-type]
-    assert windows_of(graph) == after
-
-
-def test_window_in_some_layers_only_is_refused() -> None:
-    layer_types = ["sliding_attention", "full_attention"]
-    config = SimpleNamespace(sliding_window=CONTEXT, layer_types=layer_types)
-    with pytest.raises(QuantizeError, match="some of its layers"):
-        set_sliding_window(graph_with_windows(-1, -1), config)  # type: ignore[arg-type]
 
 
 def test_record_names_the_runtime_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

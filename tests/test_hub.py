@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants, file_download
+from huggingface_hub.utils import reset_sessions
 
 from quantize.errors import QuantizeError
 from quantize.hub import is_hub_id
 from quantize.sources import resolve
 
 from .conftest import TinyModel
-from .live import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -154,83 +153,73 @@ def hub(tiny_llama: TinyModel) -> Iterator[Hub]:
             "pytorch_model.bin": b"pickle",
             "consolidated.safetensors": b"the same again",
         }
+        wide = json.loads(files["config.json"]) | {"vocab_size": 160}
+        server.models["org/wide"] = {"config.json": json.dumps(wide).encode(), **_WEIGHTS}
         server.models["org/nope"] = {"config.json": b'{"model_type": "nope"}', **_WEIGHTS}
         only_bin = {"config.json": files["config.json"], "pytorch_model.bin": b"pickle"}
         server.models["org/bin"] = only_bin
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
         yield server
         server.shutdown()
 
 
 _WEIGHTS = {"model.safetensors": bytes(1000), "tokenizer.json": b"{}"}
-# Resolves each line of stdin (model and revision); a line of JSON each.
-_RESOLVE = """
-import json, sys
-from pathlib import Path
-from quantize.errors import QuantizeError
-from quantize.sources import resolve
-here = Path(sys.argv[1])
-for line in iter(sys.stdin.readline, ""):
-    model, revision = json.loads(line)
-    try:
-        with resolve(model, here, here, revision=revision) as source:
-            answer = source.description, sorted(path.name for path in source.folder.iterdir())
-    except QuantizeError as error:
-        answer = str(error), []
-    print(json.dumps(answer), flush=True)
-"""
 
 
-class Resolver:
-    """A process of its own, for huggingface_hub reads its settings once."""
-
-    def __init__(self, home: Path, hub: Hub) -> None:
-        endpoint = f"http://127.0.0.1:{hub.server_port}"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _RESOLVE, str(home)],
-            cwd=ROOT,
-            env={"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "PATH": ""},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def __enter__(self) -> Resolver:
-        self._process.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._process.kill()
-        self._process.__exit__(*error)
-
-    def __call__(self, model: str, revision: str | None = None) -> tuple[str, list[str]]:
-        """What its source says of itself and holds, or the refusal."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([model, revision]) + "\n")
-        self._process.stdin.flush()
-        said, files = json.loads(self._process.stdout.readline())
-        return said, files
+@pytest.fixture
+def online(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The environment as huggingface_hub would have read it at its import."""
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    reset_sessions()  # they hold on to being offline, or not
+    yield
+    reset_sessions()
 
 
 def test_download_takes_only_what_a_build_needs_and_serves_again_without_the_hub(
-    hub: Hub, tmp_path: Path
+    hub: Hub, online: None, tmp_path: Path
 ) -> None:
-    with Resolver(tmp_path, hub) as resolve_there:
-        tiny = resolve_there("org/tiny", "v1")
-        assert tiny[0] == f"org/tiny@{COMMIT}"
-        assert set(tiny[1]) >= {"config.json", "model.safetensors", "tokenizer.json"}
-        assert not {"modeling.py", "pytorch_model.bin", "consolidated.safetensors"} & set(hub.asked)
-        assert (tmp_path / "hub" / "models--org--tiny" / "refs" / "v1").read_text() == COMMIT
-        assert "at revision 'nope' does not exist" in resolve_there("org/tiny", "nope")[0]
-        assert "is gated: accept its terms" in resolve_there("org/gated")[0]
-        assert "is not on the hub, or private" in resolve_there("org/no")[0]
-        hub.asked.clear()
-        assert "model_type 'nope' is not known" in resolve_there("org/nope")[0]
-        assert "only .bin files, which can run code" in resolve_there("org/bin")[0]
-        assert set(hub.asked) == {"config.json"}  # and no weights
-        hub.shutdown()
-        hub.server_close()
-        assert resolve_there("org/tiny", "v1") == tiny
-        assert "the hub cannot be reached" in resolve_there("org/other")[0]
+    with resolve("org/tiny", tmp_path, tmp_path, revision="v1") as source:
+        assert source.description == f"org/tiny@{COMMIT}"
+        files = {path.name for path in source.folder.iterdir()}
+    assert files >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert not {"modeling.py", "pytorch_model.bin", "consolidated.safetensors"} & set(hub.asked)
+    assert (tmp_path / "hub" / "models--org--tiny" / "refs" / "v1").read_text() == COMMIT
+    hub.shutdown()
+    hub.server_close()
+    with resolve("org/tiny", tmp_path, tmp_path, revision="v1") as again:
+        assert (again.folder, again.description) == (source.folder, source.description)
+    assert "the hub cannot be reached" in refusal("org/other", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "revision", "says"),
+    [
+        ("org/tiny", "nope", "at revision 'nope' does not exist"),
+        ("org/gated", None, "is gated: accept its terms"),
+        ("org/no", None, "is not on the hub, or private"),
+    ],
+)
+def test_what_the_hub_refuses_is_told(
+    model: str, revision: str | None, says: str, online: None, tmp_path: Path
+) -> None:
+    assert says in refusal(model, tmp_path, revision)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("org/nope", "model_type 'nope' is not known"),
+        ("org/wide", "would take that layer for the LM head"),
+        ("org/bin", "only .bin files, which can run code"),
+    ],
+)
+def test_model_that_cannot_be_built_costs_no_download(
+    model: str, says: str, hub: Hub, online: None, tmp_path: Path
+) -> None:
+    assert says in refusal(model, tmp_path)
+    assert set(hub.asked) == {"config.json"}

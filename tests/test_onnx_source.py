@@ -169,7 +169,7 @@ def test_graph_in_a_folder_of_its_own_finds_the_config_above(folder: Path) -> No
         (folder / name).rename(folder / "onnx" / name)
     graph = find_graph(folder)
     assert graph == folder / "onnx" / MODEL_FILE
-    assert check_onnx(graph)[0] == folder
+    assert check_onnx(graph).folder == folder
 
 
 def test_one_of_several_graphs_must_be_named(folder: Path) -> None:
@@ -227,6 +227,30 @@ def test_graph_that_cannot_be_used_is_refused_with_the_reason(
         check_onnx(edit(folder, change))
 
 
+def retype_weights(kind: int) -> Callable[[onnx.GraphProto], None]:
+    def change(graph: onnx.GraphProto) -> None:
+        for tensor in graph.initializer:
+            if uses_external_data(tensor):
+                tensor.data_type = kind
+
+    return change
+
+
+def test_weights_of_a_type_that_no_precision_has_are_refused(folder: Path) -> None:
+    graph = edit(folder, retype_weights(TensorProto.BFLOAT16))
+    assert "has weights in bfloat16: export it in float32" in refusal(graph)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_fp16_graph_is_not_rounded_once_more(
+    precision: str, folder: Path, tmp_path: Path, build_folder: Build
+) -> None:
+    graph = edit(folder, retype_weights(TensorProto.FLOAT16))
+    assert check_onnx(graph).dtype == "fp16"
+    with pytest.raises(QuantizeError, match=f"in fp16, and {precision} is made from fp32 only"):
+        build_folder(folder, precision)
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", f"{MODEL_FILE}.data"])
 def test_missing_file_of_an_export_is_named(name: str, folder: Path) -> None:
     (folder / name).unlink()
@@ -244,6 +268,7 @@ def test_export_is_quantized_as_it_is(
     output = build_folder(export, "int8")
     record = json.loads((output / "quantization.json").read_text())
     assert record["source"] == f"export/{MODEL_FILE}"
+    assert (record["kind"], record["form"]) == ("onnx", "fused")
     operators = {node.op_type for node in load_graph(output / MODEL_FILE).graph.node}
     assert {"GroupQueryAttention", "MatMulNBits"} <= operators
     assert not (output / "w").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from onnx.external_data_helper import uses_external_data
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantize import MODEL_FILE, portable
 from quantize.errors import QuantizeError
 from quantize.portable import export_portable
 
+from .conftest import Build
 from .tiny import TorchReference
 from .tiny_tokenizers import byte_level_tokenizer
 
@@ -93,6 +96,30 @@ def test_weights_lie_in_one_file_beside_the_graph(exported: tuple[Path, Path]) -
     graph = onnx.load(folder / MODEL_FILE, load_external_data=False).graph
     assert not [t.name for t in graph.initializer if t.ByteSize() > 2000]
     assert any(uses_external_data(tensor) for tensor in graph.initializer)
+
+
+def test_weight_that_is_missing_is_named(tmp_path: Path) -> None:
+    """transformers would fill it with random numbers."""
+    source = make("gpt_neox", tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    del weights["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"]
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(QuantizeError, match="lacks 1 .*layers.1.mlp.dense_h_to_4h.weight among"):
+        export_portable(source, tmp_path, lambda line: None)
+
+
+def test_checkpoint_without_the_prefix_of_the_model_is_whole(tmp_path: Path) -> None:
+    """As GPT-2 was published; its tied LM head is not in it."""
+    source = make("gpt2", tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    save_file(bare, source / "model.safetensors", {"format": "pt"})
+    assert portable._load(source).config.model_type == "gpt2"
+
+
+def test_command_writes_the_form_of_the_graph(build_folder: Build, tmp_path: Path) -> None:
+    folder = build_folder(make("opt", tmp_path / "source"), "fp32")
+    assert json.loads((folder / "quantization.json").read_text())["form"] == "portable"
 
 
 def test_graph_that_differs_from_torch_is_refused(

@@ -11,15 +11,18 @@ import pytest
 
 from app.config import OPTIONS
 from app.protocol import GenerateRequest, parse
+from quantize.families import FUSED
+from quantize.forms import PORTABLE
 
 from .live import ROOT, LiveServer
 
 README = (ROOT / "README.md").read_text()
 
 
-def table_rows(heading: str) -> list[list[str]]:
-    """The cells of the first table under `heading`, without backticks."""
+def table_rows(heading: str, first: str = "") -> list[list[str]]:
+    """The cells of the tables under `heading`, from the one whose first column has that title."""
     section = README.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    section = section[section.index(f"| {first}") :]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
     return rows[2:]
 
@@ -49,6 +52,16 @@ def test_every_file_of_the_tree_exists_and_none_is_missing() -> None:
         named = set(re.findall(r"\b(\w+\.py)\b", part))
         found = {file.name for file in (ROOT / folder).glob("*.py")}
         assert named == found - {"__init__.py", "__main__.py"}
+
+
+def test_families_that_are_offered_are_those_of_the_table() -> None:
+    rows = table_rows("Models", "family")[: len(FUSED)]
+    assert [row[0] for row in rows] == list(FUSED.values())
+
+
+def test_portable_model_types_are_those_that_are_named() -> None:
+    sentence = README.split("are made of the model types", 1)[1].split(":", 1)[0]
+    assert set(re.findall(r"`(\w+)`", sentence)) == PORTABLE
 
 
 def test_examples_are_valid_requests() -> None:

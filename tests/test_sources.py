@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from quantize import sources
 from quantize.errors import QuantizeError
+from quantize.gguf_source import check_gguf
 from quantize.gguf_tokenizer import tokenizer_from_gguf
 from quantize.sources import DEFAULT_MEMBER, DEFAULT_WHEEL, fetch_default, resolve
 
@@ -191,12 +192,14 @@ ROUND_TRIPS = [
 ]
 
 
-def write_gguf(path: Path, kind: str = "gpt2", pre: str | None = "smollm") -> Path:
+def write_gguf(
+    path: Path, kind: str = "gpt2", pre: str | None = "smollm", architecture: str = "llama"
+) -> Path:
     """A GGUF file that has a tokenizer and no weights."""
     types = [gguf.TokenType.NORMAL] * len(TOKENS)
     types[: len(CONTROL)] = [gguf.TokenType.CONTROL] * len(CONTROL)
     types[-1] = gguf.TokenType.USER_DEFINED
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(2048)
     writer.add_tokenizer_model(kind)
     if pre is not None:
@@ -244,6 +247,14 @@ def test_unknown_gguf_tokenizer_is_refused_before_anything_is_written(tmp_path: 
     path = write_gguf(tmp_path / "tiny.gguf", pre="qwen2")
     assert "'qwen2'" in refusal(str(path), tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
+
+
+def test_gguf_that_no_graph_can_be_made_of_is_refused_before_it_is_converted(
+    tmp_path: Path,
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", architecture="bloom")
+    with pytest.raises(QuantizeError, match="'bloom' would come out as .* takes no position_ids"):
+        check_gguf(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage" * 100])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from quantize.errors import QuantizeError
+from quantize.hf_folder import check_folder
 from quantize.space import Size, is_out_of_space, require_space, temporaries_in
 
 from .conftest import TinyModel
@@ -42,7 +43,7 @@ def test_enough_is_told_in_one_line_with_the_memory(
     with_free(7 * 10**9, monkeypatch)
     line = require_space(BILLION, "int8", tmp_path)
     assert line.startswith("1,000 million parameters: needs up to 6.1 GB of disk (7.0 GB free)")
-    assert line.endswith("about 7.1 GB of memory")
+    assert line.endswith("about 3.5 GB of memory")
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,26 @@ def test_enough_is_told_in_one_line_with_the_memory(
 )
 def test_disk_is_that_of_all_stages_at_once(size: Size, precision: str, gigabytes: float) -> None:
     assert size.disk_bytes(precision) == pytest.approx(gigabytes * 10**9, abs=0.1 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("size", "measured"),
+    [
+        (Size(3821079552, 98500608, 7642181968), 8.6),  # Phi-3 Mini in bfloat16
+        (Size(763266048, 98500608, 1526536160), 3.01),  # five layers of it
+        (Size(763266048, 98500608, 3053068256), 4.42),  # in float32
+        (Size(483428352, 65536000, 966865176, 84 << 20), 2.13),  # a Llama in bfloat16
+        (Size(578095104, 16384000, 2312397016, 768 << 20), 3.68),  # with many heads, in float32
+        (Size(578095104, 16384000, 1156206912, 384 << 20), 2.16),
+    ],
+)
+def test_memory_is_little_more_than_was_measured(size: Size, measured: float) -> None:
+    assert measured <= size.memory_bytes() / 1e9 <= 1.15 * measured
+
+
+def test_matrices_that_the_builder_joins_are_counted(tiny_llama: TinyModel) -> None:
+    joined = 2 * 4 * 64 * (64 + 2 * 32)  # layers, bytes, hidden, widths of queries, keys and values
+    assert check_folder(tiny_llama.source)[1].num_joined_bytes == joined
 
 
 def test_command_refuses_before_it_exports(

@@ -22,7 +22,7 @@ from .tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 
 CONTEXT = 256
 VOCAB = 331
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -42,7 +42,7 @@ def make_phi3(
     tokenizer = sentencepiece_tokenizer()
     factors = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     config = Phi3Config(
-        **_SHAPE,
+        **SHAPE,
         original_max_position_embeddings=longrope_from or CONTEXT,
         rope_scaling=factors if longrope_from else None,
         sliding_window=sliding_window,
@@ -59,7 +59,7 @@ def make_phi3(
 def make_llama(folder: Path) -> Path:
     tokenizer = byte_level_tokenizer()
     config = LlamaConfig(
-        **_SHAPE,
+        **SHAPE,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,0 +1,93 @@
+"""Source -> graph -> quantized graph -> gate -> the files beside it: one stage after the other, and
+only files pass between them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from tqdm import tqdm
+
+from .errors import QuantizeError
+from .precision import Choice
+from .sources import Source
+
+if TYPE_CHECKING:
+    from .gate import Gate
+
+
+def build(source: Source, folder: Path, choice: Choice, gate: Gate | None) -> None:
+    """Exports `source` and writes everything that the server needs into `folder`.
+
+    Raises QualityTooLow if the quantized graph does not pass `gate`, and QuantizeError, before any
+    work, if the precision cannot be had.
+    """
+    # Imported here: they take seconds, and a wrong argument should be told at once.
+    from . import record
+    from .export import read_config
+    from .rewrite import rewrite
+
+    _check(source, choice)
+    config = read_config(source.folder)
+    quantization: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="plain-") as scratch:
+        plain = Path(scratch)
+        bar: tqdm[NoReturn]
+        with tqdm(total=config.num_hidden_layers, unit="layer", mininterval=0.5) as bar:
+            _write_graph(source, plain, choice, _on(bar))
+        if choice.is_quantized:
+            with tqdm(
+                unit="matrix", mininterval=0.5, desc=f"quantizing to {choice.precision}"
+            ) as bar:
+                quantization = rewrite(plain, folder, choice.method(), bar.update)
+            if gate is not None:
+                found = gate.judge(source, plain, folder)
+        else:
+            for file in plain.iterdir():
+                file.rename(folder / file.name)
+    record.write(source, folder, choice, quantization, found)
+
+
+def _check(source: Source, choice: Choice) -> None:
+    from .onnx_source import check_precision
+
+    check_precision(source.dtype, choice.precision)
+    if choice.graph_dtype != "fp16":
+        return
+    if source.graph is not None and source.dtype != "fp16":
+        raise QuantizeError(
+            f"{choice.precision} for {choice.device} is made of an fp16 graph, and an fp32 export "
+            "is not converted: give the Hugging Face model that it came from"
+        )
+    if source.form == "portable":
+        raise QuantizeError(
+            f"its graph is portable, which is exported in fp32 only: {choice.precision} for "
+            f"{choice.device} cannot be had; int8, int4 and fp32 for the CPU can"
+        )
+
+
+def _write_graph(
+    source: Source, folder: Path, choice: Choice, on_stage: Callable[[str], None]
+) -> None:
+    """The graph that is published as it is, or quantized."""
+    from .export import export_fused
+    from .graph_copy import copy_graph
+    from .portable import export_portable
+
+    if source.graph is not None:
+        copy_graph(source.graph, folder)
+    elif source.form == "fused":
+        export_fused(source.folder, folder, on_stage, choice.graph_dtype)
+    else:
+        export_portable(source.folder, folder, on_stage)
+
+
+def _on(bar: tqdm[NoReturn]) -> Callable[[str], None]:
+    def on_stage(line: str) -> None:
+        bar.set_description(line.split(" in ")[0])
+        bar.update(line.startswith("Reading layer"))
+
+    return on_stage
