@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import onnx
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # has no stubs
+from google.protobuf.message import DecodeError
 
 from .external_data import ExternalTensor, external_tensors
 from .hashes import RECORD_FILE, sha256

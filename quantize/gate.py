@@ -95,7 +95,7 @@ def table(quality: Quality, measured: dict[str, dict[str, float]], floor: Floor)
     lines = []
     for key, title, unit, digits in (
         ("bytes", "on disk, MB", 1e6, 0),
-        ("peak_memory_bytes", "peak memory, MB", 1e6, 0),
+        ("model_memory_bytes", "memory of the model, MB", 1e6, 0),
         ("prefill_tokens_per_second", "prefill, tokens/s", 1, 1),
         ("decode_1_tokens_per_second", "decode of 1 row, tokens/s", 1, 1),
         ("decode_16_tokens_per_second", "decode of 16 rows, tokens/s", 1, 1),

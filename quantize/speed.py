@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -25,12 +24,19 @@ _PREFILLS = 4
 
 def measure(folder: Path, num_tokens: int) -> dict[str, float]:
     """Tokens/s of a prefill of `num_tokens` and of decoding 1 and 16 rows with half as many in the
-    cache, medians; peak resident memory in bytes, with one session at a time."""
+    cache, medians.
+
+    Memory in bytes, with one session at a time: `model_memory_bytes` is what loading the graph and
+    reading a prompt added at most, `peak_memory_bytes` the largest resident size of the process.
+    """
+    before = _memory("VmRSS")
+    prefill = _prefill_rate(folder, num_tokens)
     return {
-        "prefill_tokens_per_second": _prefill_rate(folder, num_tokens),
+        "model_memory_bytes": _memory("VmHWM") - before,
+        "prefill_tokens_per_second": prefill,
         "decode_1_tokens_per_second": _decode_rate(folder, num_tokens, rows=1),
         "decode_16_tokens_per_second": _decode_rate(folder, num_tokens, rows=16),
-        "peak_memory_bytes": _peak_memory(),
+        "peak_memory_bytes": _memory("VmHWM"),
     }
 
 
@@ -53,13 +59,11 @@ def _decode_rate(folder: Path, num_tokens: int, rows: int) -> float:
     return round(rows / statistics.median(seconds), 1)
 
 
-def _peak_memory() -> int:
-    """Bytes. From Linux's own file where it is, for `ru_maxrss` of a child begins with the peak of
-    the process that started it."""
-    status = Path("/proc/self/status")
-    if status.is_file() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
-        return 1024 * int(found[1])
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def _memory(field: str) -> int:
+    """Bytes, from Linux's own file: `ru_maxrss` of a child begins with the peak of the process that
+    started it."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(found[1]) if found else 0
 
 
 def _timed(decoding: Decoding, ids: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> float:
