@@ -16,7 +16,7 @@ from .floor import Floor, Quality, QualityTooLow
 from .sources import Source
 
 _WINDOW = 256  # tokens of a row, at most
-_ROOM = 1.3  # of memory, for each byte of a graph that is run
+_ROOM = 2  # of memory, for each byte of a graph that is run
 
 
 @dataclass(frozen=True, slots=True)
