@@ -15,7 +15,7 @@ import onnx
 from onnx import helper
 
 from . import MODEL_FILE
-from .graph_copy import load_graph
+from .graph_file import load_graph
 from .tensors import Weights, WeightWriter
 
 MICROSOFT = "com.microsoft"

@@ -93,11 +93,5 @@ def measure_in_turns(
     }
 
 
-def available_memory() -> int:
-    """Bytes that a new process could take without pushing others out."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    return 1024 * int(found[1]) if found else 1 << 62
-
-
 if __name__ == "__main__":
     print(json.dumps(measure(Path(sys.argv[1]), int(sys.argv[2]))))

@@ -15,16 +15,13 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
-from onnx.external_data_helper import uses_external_data
 
 from . import MODEL_FILE
-from .graph_copy import place_of
+from .data_file import MIN_BYTES, DataFile, set_place
+from .external_data import is_external, place_of
 
 Array = NDArray[np.generic]
 Edit = Callable[[NDArray[np.float32]], NDArray[np.float32]]
-
-_ALIGNMENT = 4096  # a memory page: ONNX Runtime maps the file
-_MIN_BYTES = 1024  # smaller tensors stay in the graph: ONNX Runtime reads shapes before any file
 
 
 class Weights:
@@ -61,7 +58,7 @@ class Weights:
     def stored(self, name: str) -> Array:
         """As in the file, without edits; a view of it if it lies outside the graph."""
         tensor = self._tensors[name]
-        if not uses_external_data(tensor):
+        if not is_external(tensor):
             return numpy_helper.to_array(tensor)
         place = place_of(tensor, self._folder)
         dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
@@ -84,10 +81,11 @@ class WeightWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._data = DataFile(folder)
         self._tensors: dict[str, TensorProto] = {}
 
     def __enter__(self) -> WeightWriter:
-        self._data = (self._folder / f"{MODEL_FILE}.data").open("wb")
+        self._data.__enter__()
         return self
 
     def __exit__(
@@ -96,24 +94,19 @@ class WeightWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._data.close()
+        self._data.__exit__(kind, error, traceback)
 
     def add(self, name: str, array: Array) -> str:
         """Writes a weight; a name that has been written already is left as it is. The name."""
         if name in self._tensors:
             return name
         array = np.ascontiguousarray(array)
-        if array.nbytes < _MIN_BYTES:
+        if array.nbytes < MIN_BYTES:
             self._tensors[name] = numpy_helper.from_array(array, name)
             return name
-        self._data.write(bytes(-self._data.tell() % _ALIGNMENT))
         tensor = TensorProto(name=name, dims=array.shape)
         tensor.data_type = helper.np_dtype_to_tensor_dtype(array.dtype)
-        tensor.data_location = TensorProto.EXTERNAL
-        place = (f"{MODEL_FILE}.data", self._data.tell(), array.nbytes)
-        for key, value in zip(("location", "offset", "length"), place, strict=True):
-            tensor.external_data.add(key=key, value=str(value))
-        self._data.write(array.data)
+        set_place(tensor, *self._data.write([array.data]))
         self._tensors[name] = tensor
         return name
 

@@ -105,7 +105,7 @@ def test_data_file_that_is_not_whole_is_named(
 ) -> None:
     damage(folder / DATA_FILE)
     error = only_error(folder)
-    assert error.startswith(f"weights: {DATA_FILE} is")
+    assert error.startswith(f"weights: data file {DATA_FILE} is")
     assert says in error
     assert run_check(str(folder), "--fast").exit_code == 1
 
@@ -115,7 +115,7 @@ def test_data_file_outside_the_folder_is_refused(location: str, folder: Path) ->
     edit_json(folder / "quantization.json", files=None)
     edit_graph(folder, lambda model: relocate(model, location))
     shutil.copyfile(folder / DATA_FILE, folder.parent / "outside.data")
-    assert f"{location} lies outside the folder" in only_error(folder)
+    assert f"{location} lies outside of the folder" in only_error(folder)
 
 
 def test_link_to_outside_the_folder_is_a_warning(folder: Path) -> None:
@@ -123,7 +123,7 @@ def test_link_to_outside_the_folder_is_a_warning(folder: Path) -> None:
     (folder / DATA_FILE).symlink_to(folder.parent / "blob")
     report = check_folder(folder, fast=True)
     assert told(report, "error") == []
-    assert any("link to outside" in line for line in told(report, "warning"))
+    assert any("link to outside of the folder" in line for line in told(report, "warning"))
 
 
 def flip_a_byte(path: Path) -> None:
