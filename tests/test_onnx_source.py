@@ -271,7 +271,7 @@ def test_export_is_quantized_as_it_is(
     assert record["source"] == f"export/{MODEL_FILE}"
     assert (record["kind"], record["form"]) == ("onnx", "fused")
     operators = {node.op_type for node in load_graph(output / MODEL_FILE).graph.node}
-    assert {"GroupQueryAttention", "MatMulNBits"} <= operators
+    assert {"GroupQueryAttention", "MatMulIntegerToFloat"} <= operators
     assert not (output / "w").exists()
     session = ort.InferenceSession(output / MODEL_FILE, providers=["CPUExecutionProvider"])
     assert session.get_outputs()[0].shape[-1] == VOCAB
