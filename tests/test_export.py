@@ -10,22 +10,16 @@ from typing import Any
 
 import onnx
 import pytest
-from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from quantize import MODEL_FILE
-from quantize.__main__ import main
 from quantize.export import export_fused
 from quantize.record import tool_versions
 
+from .commands import run_quantize
 from .conftest import TinyModel
 from .edits import edit_json
 from .tiny import make_llama
-
-
-def run_quantize(*arguments: str) -> Result:
-    """The command line, in this process: the imports take longer than a tiny model."""
-    return CliRunner().invoke(main, arguments)
 
 
 def test_command_builds_a_whole_folder_and_nothing_else(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from quantize.families import FUSED
 from quantize.rotary import context_length
 
 from .engines import greedy
-from .test_model import LENGTHS, TOLERANCE, ids_of_length, prefill
+from .logits import LENGTHS, TOLERANCE, ids_of_length, prefill
 from .tiny import CONTEXT, TorchReference
 from .tiny_families import FAMILIES, ORIGINAL, make_family
 

@@ -21,9 +21,9 @@ from quantize.floor import Floor, Quality, QualityTooLow
 from quantize.gate import Gate
 from quantize.speed import measure
 
+from .commands import run_quantize
 from .conftest import Build, TinyModel
 from .live import ROOT
-from .test_export import run_quantize
 from .tiny_tokenizers import byte_level_tokenizer
 
 IDS = np.random.default_rng(3).integers(0, 260, (4, 30))
