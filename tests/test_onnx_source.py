@@ -247,8 +247,25 @@ def test_fp16_graph_is_not_rounded_once_more(
 ) -> None:
     graph = edit(folder, retype_weights(TensorProto.FLOAT16))
     assert check_onnx(graph).dtype == "fp16"
-    with pytest.raises(QuantizeError, match=f"in fp16, and {precision} is made from fp32 only"):
+    says = f"in fp16, and {precision} for cpu is made of a graph in fp32"
+    with pytest.raises(QuantizeError, match=says):
         build_folder(folder, precision)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8", "int4"])
+def test_fp32_graph_is_not_converted_for_cuda(
+    precision: str, folder: Path, build_folder: Build
+) -> None:
+    says = f"in fp32, and {precision} for cuda is made of a graph in fp16"
+    with pytest.raises(QuantizeError, match=says):
+        build_folder(folder, precision, "cuda")
+
+
+def test_fp16_graph_is_quantized_for_cuda(tiny_llama: TinyModel, built: Build) -> None:
+    fp16 = built(tiny_llama.source, "fp16", "cuda")
+    record = json.loads((built(fp16, "int8", "cuda") / "quantization.json").read_text())
+    assert (record["kind"], record["precision"], record["device"]) == ("onnx", "int8", "cuda")
+    assert record["quantization"]["matrices"] == 11
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", f"{MODEL_FILE}.data"])
@@ -270,7 +287,7 @@ def test_export_is_quantized_as_it_is(
     assert record["source"] == f"export/{MODEL_FILE}"
     assert (record["kind"], record["form"]) == ("onnx", "fused")
     operators = {node.op_type for node in load_graph(output / MODEL_FILE).graph.node}
-    assert {"GroupQueryAttention", "MatMulNBits"} <= operators
+    assert {"GroupQueryAttention", "MatMulIntegerToFloat"} <= operators
     assert not (output / "w").exists()
     session = ort.InferenceSession(output / MODEL_FILE, providers=["CPUExecutionProvider"])
     assert session.get_outputs()[0].shape[-1] == VOCAB

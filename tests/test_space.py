@@ -107,7 +107,7 @@ def explode(*_: Any) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-@pytest.mark.parametrize("stage", ["export.export_fused", "int8.quantize_int8", "record.write"])
+@pytest.mark.parametrize("stage", ["export.export_fused", "rewrite.rewrite", "record.write"])
 @pytest.mark.parametrize("failure", [fill_disk, explode])
 def test_stage_that_fails_leaves_nothing_beside_the_output_nor_in_tmpdir(
     stage: str, failure: Any, tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
