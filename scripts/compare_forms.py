@@ -15,7 +15,8 @@ them, for the others are compared with both:
     ratios           taken within each repeat: median (min..max) of those
 
 The forms `int8-unrotated`, `-unmixed` and `-bare` leave out a part of `int8`, to show what it is
-for. The last line on stdout is one JSON object with everything; progress goes to stderr.
+for. The default model takes 9 minutes on 2 cores, 25 s of that to compare and 7 s a repeat for each
+form. The last line on stdout is one JSON object with everything; progress goes to stderr.
 """
 
 import contextlib
@@ -213,7 +214,7 @@ def quality_and_medians(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         found = row["quality"]
         names = ("mean_kl", "top1_agreement", "perplexity_ratio")
-        cells = [f"{found[name]:.4f}" if found else "-" for name in names]
+        cells = [f"{found[name]:z.4f}" if found else "-" for name in names]
         cells += [f"{row['measured'][k] / unit:,.{digits}f}" for k, _, unit, digits in COLUMNS]
         lines.append(f"{row['form']:15}" + "".join(f"{cell:>11}" for cell in cells))
     return lines
