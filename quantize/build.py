@@ -52,20 +52,17 @@ def build(source: Source, folder: Path, choice: Choice, gate: Gate | None) -> No
 
 
 def _check(source: Source, choice: Choice) -> None:
-    from .onnx_source import check_precision
-
-    check_precision(source.dtype, choice.precision)
-    if choice.graph_dtype != "fp16":
-        return
-    if source.graph is not None and source.dtype != "fp16":
+    wanted = choice.graph_dtype
+    what = f"{choice.precision} for {choice.device}"
+    if source.graph is not None and source.dtype != wanted:
         raise QuantizeError(
-            f"{choice.precision} for {choice.device} is made of an fp16 graph, and an fp32 export "
-            "is not converted: give the Hugging Face model that it came from"
+            f"the graph is in {source.dtype}, and {what} is made of a graph in {wanted}; a graph "
+            f"is not converted: give an export in {wanted}, or the Hugging Face model"
         )
-    if source.form == "portable":
+    if source.graph is None and source.form == "portable" and wanted == "fp16":
         raise QuantizeError(
-            f"its graph is portable, which is exported in fp32 only: {choice.precision} for "
-            f"{choice.device} cannot be had; int8, int4 and fp32 for the CPU can"
+            f"its graph is portable, which is exported in fp32 only: {what} cannot be had; int8, "
+            "int4 and fp32 for the CPU can"
         )
 
 

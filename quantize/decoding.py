@@ -43,7 +43,7 @@ class Decoding:
         self._logits_shape = logits.shape
         self._logits_type = _TYPES[logits.type]
         self._binding = self._session.io_binding()
-        self._logits: ort.OrtValue | None = None
+        self._logits: NDArray[Any] = np.zeros(0)
         self._caches: dict[str, ort.OrtValue] = {}  # kept alive while bound
         self.restart()
 
@@ -60,7 +60,7 @@ class Decoding:
 
     def feed(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """Appends `ids`, shape (rows, tokens); logits of each row's last token, (rows, vocab),
-        valid until the next call.
+        which the next call overwrites.
 
         More than one token per row only at the start, or with a single row.
         """
@@ -72,23 +72,22 @@ class Decoding:
         if self._takes_positions:
             positions = np.arange(start, self._num_cached, dtype=np.int64)
             self._binding.bind_cpu_input("position_ids", np.tile(positions, (self._rows, 1)))
-        logits = self._bind_logits(ids.shape[1])
+        self._bind_logits(ids.shape[1])
         if not self._is_fused:
             for name in self._pasts:
                 self._binding.bind_output(_present(name), "cpu")
         self._session.run_with_iobinding(self._binding)
         if not self._is_fused:
             self._take_presents()
-        found: NDArray[Any] = logits.numpy()[:, -1]
-        return found.astype(np.float32, copy=False)
+        return self._logits[:, -1].astype(np.float32, copy=False)
 
-    def _bind_logits(self, num_tokens: int) -> ort.OrtValue:
+    def _bind_logits(self, num_tokens: int) -> None:
         length = 1 if self._logits_shape[1] == 1 else num_tokens
         shape = (self._rows, length, self._logits_shape[2])
-        if self._logits is None or tuple(self._logits.shape()) != shape:
-            self._logits = _zeros(shape, self._logits_type)
-        self._binding.bind_ortvalue_output("logits", self._logits)
-        return self._logits
+        if self._logits.shape != shape:
+            # An array of ours: a view of it stays good when the session is gone.
+            self._logits = np.zeros(shape, self._logits_type)
+        self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(self._logits))
 
     def _bind_past(self, name: str, cache: ort.OrtValue) -> None:
         self._caches[name] = cache

@@ -21,7 +21,7 @@ class Dynamic:
 
     operator = "DynamicQuantizeMatMul"
 
-    def __init__(self, graph: onnx.GraphProto, weights: Weights) -> None:
+    def __init__(self, model: onnx.ModelProto, weights: Weights) -> None:
         self.parameters: dict[str, Any] = {"bits": 8, "activations": "one scale per step"}
         self._weights = weights
 

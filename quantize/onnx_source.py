@@ -87,15 +87,6 @@ def dtype_of(model: onnx.ModelProto, graph: Path) -> Dtype:
     return "fp16" if TensorProto.FLOAT16 in found else "fp32"
 
 
-def check_precision(dtype: Dtype, precision: str) -> None:
-    """Raises QuantizeError if a graph of that type cannot be brought to `precision`."""
-    if dtype == "fp16" and precision != "fp16":
-        raise QuantizeError(
-            f"the graph is in fp16, and {precision} is made from fp32 only, so as not to round "
-            "twice: give an export in float32, or the Hugging Face model"
-        )
-
-
 def form_of(model: onnx.ModelProto, graph: Path) -> Form:
     """Raises QuantizeError, saying what was found, for a graph that cannot be used."""
     weights = {tensor.name for tensor in model.graph.initializer}

@@ -22,13 +22,14 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
-from .rewrite import MICROSOFT, is_matrix
+from .rewrite import MICROSOFT, is_matrix, names_read
 from .rotation import CannotRotate, rotate
 from .rounding import LEVELS, embed, round_channels
 from .tensors import Weights, WeightWriter
 
 # With 7 bits no pair of products leaves 16 bits, where CPUs without VNNI add them (and saturate).
 REDUCED_LEVELS = 63
+_ONNX = ("", "ai.onnx")  # names of the standard's own domain
 _BLOCK = 64  # channels that are mixed where a value cannot be rotated for free
 _SMALLEST_BLOCK = 16
 _Matrix = NDArray[np.float32]
@@ -40,13 +41,16 @@ class PerToken:
     operator = "MatMulIntegerToFloat"
 
     def __init__(
-        self, graph: onnx.GraphProto, weights: Weights, *, reduce_range: bool = False
+        self, model: onnx.ModelProto, weights: Weights, *, reduce_range: bool = False
     ) -> None:
+        graph = model.graph
         self._weights = weights
         self._levels = REDUCED_LEVELS if reduce_range else LEVELS
-        self._calm = {
-            node.output[0] for node in graph.node if node.op_type == "GroupQueryAttention"
-        }
+        self._opset = next((o.version for o in model.opset_import if o.domain in _ONNX), 0)
+        attention = [node for node in graph.node if node.op_type == "GroupQueryAttention"]
+        self._is_fused = bool(attention)
+        # Values that are quantized as they are: rotated ones, and what attention has averaged.
+        self._calm = {node.output[0] for node in attention}
         try:
             self._calm |= rotate(graph, weights)
             rotated = "yes"
@@ -65,66 +69,94 @@ class PerToken:
     def matrix(self, node: onnx.NodeProto, writer: WeightWriter) -> list[onnx.NodeProto]:
         value, name, output = node.input[0], node.input[1], node.output[0]
         nodes = [] if value in self._quantized else self._quantize(value, name, writer)
-        weight = self._weights.read(name)
-        if value not in self._calm and (block := _block(len(weight))):
-            weight = _mix(weight, block)
-        rounded, scale = round_channels(weight, self._levels)
-        inputs = [
-            f"{value}/u8",
-            writer.add(f"{name}/s8", rounded),
-            writer.add("per_token/one", np.array(1, np.float32)),
-            writer.add(f"{name}/scale", scale / LEVELS),
-            writer.add("per_token/zero_point", np.array(128, np.uint8)),
-        ]
+        rounded, scale = self._write_weight(value, name, writer)
+        one = writer.add("per_token/one", np.array(1, np.float32))
+        inputs = [f"{value}/u8", rounded, one, scale, _zero_point(writer)]
         factor = self._quantized[value]
-        if output in self._deferred:
-            self._factors[self._deferred[output]] = factor
-            product = output
-        else:
-            product = f"{output}/product"
+        is_deferred = output in self._deferred
+        product = output if is_deferred else f"{output}/product"
         nodes.append(
             helper.make_node("MatMulIntegerToFloat", inputs, [product], node.name, domain=MICROSOFT)
         )
-        if product != output:
-            nodes.append(
-                helper.make_node("Mul", [product, factor], [output], f"{node.name}/factor")
-            )
+        if is_deferred:
+            self._factors[self._deferred[output]] = factor
+        else:
+            nodes.append(helper.make_node("Mul", [product, factor], [output], f"{output}/factor"))
         return nodes
+
+    def _write_weight(self, value: str, name: str, writer: WeightWriter) -> tuple[str, str]:
+        """The matrix in 8 bits and the scales of its channels, as `value` is quantized."""
+        weight = self._weights.read(name)
+        prefix = name
+        if block := self._block(value, len(weight)):
+            weight, prefix = _mix(weight, block), f"{name}/mixed"
+        rounded, scale = round_channels(weight, self._levels)
+        return (
+            writer.add(f"{prefix}/s8", rounded),
+            writer.add(f"{prefix}/scale", scale / LEVELS),
+        )
+
+    def _block(self, value: str, width: int) -> int:
+        """The power of two that the channels of `value` are mixed in; 0 if they are not."""
+        block = min(_BLOCK, width & -width)
+        return 0 if value in self._calm or block < _SMALLEST_BLOCK else block
 
     def _quantize(self, value: str, matrix: str, writer: WeightWriter) -> list[onnx.NodeProto]:
         """The nodes that turn `value` into bytes, for all matrices that read it."""
-        nodes: list[onnx.NodeProto] = []
-        read = value
         width = self._weights.shape(matrix)[0]
-        if value not in self._calm and (block := _block(width)):
+        read, nodes = value, []
+        if block := self._block(value, width):
             read = f"{value}/mixed"
-            nodes += _mixing(value, read, width, block, writer)
-        axis = writer.add("per_token/axis", np.array([-1], np.int64))
+            nodes = self._mix_value(value, read, width, block, writer)
         step = writer.add("per_token/step", np.array(1 / LEVELS, np.float32))
-        zero_point = writer.add("per_token/zero_point", np.array(128, np.uint8))
         magnitude, largest, unit = (f"{value}/{part}" for part in ("magnitude", "largest", "unit"))
         nodes += [
             helper.make_node("Abs", [read], [magnitude], f"{value}/Abs"),
-            helper.make_node(
-                "ReduceMax", [magnitude, axis], [largest], f"{value}/ReduceMax", keepdims=1
-            ),
+            self._largest(magnitude, largest, writer),
             # A row of zeros gives 0/0: whatever byte a NaN becomes is multiplied by 0 in the end.
             helper.make_node("Div", [read, largest], [unit], f"{value}/Div"),
             helper.make_node(
                 "QuantizeLinear",
-                [unit, step, zero_point],
+                [unit, step, _zero_point(writer)],
                 [f"{value}/u8"],
                 f"{value}/QuantizeLinear",
             ),
         ]
-        self._quantized[value] = largest
+        factor = largest
         if value in self._factors:
             factor = f"{value}/factor"
-            nodes.append(
-                helper.make_node("Mul", [largest, self._factors[value]], [factor], f"{factor}/Mul")
-            )
-            self._quantized[value] = factor
+            nodes.append(helper.make_node("Mul", [largest, self._factors[value]], [factor], factor))
+        self._quantized[value] = factor
         return nodes
+
+    def _mix_value(
+        self, value: str, mixed: str, width: int, block: int, writer: WeightWriter
+    ) -> list[onnx.NodeProto]:
+        """`value @ diag(H, H, ...)`: an outlier is shared out over its block."""
+        blocks, turned, shape = (f"{value}/{part}" for part in ("blocks", "turned", "shape"))
+        nodes = []
+        if self._is_fused:  # (rows, tokens, width)
+            leading = [0, 0]
+            shape = writer.add(f"per_token/join_{width}", np.array([0, 0, width], np.int64))
+        else:  # GPT-2 joins rows and tokens
+            leading = [-1]
+            nodes = [helper.make_node("Shape", [value], [shape], shape)]
+        sizes = np.array([*leading, width // block, block], np.int64)
+        split = writer.add(f"per_token/split_{width}", sizes)
+        hadamard = writer.add(f"per_token/hadamard_{block}", _hadamard(block))
+        return [
+            *nodes,
+            helper.make_node("Reshape", [value, split], [blocks], f"{value}/split"),
+            helper.make_node("MatMul", [blocks, hadamard], [turned], f"{value}/mix"),
+            helper.make_node("Reshape", [turned, shape], [mixed], f"{value}/join"),
+        ]
+
+    def _largest(self, magnitude: str, largest: str, writer: WeightWriter) -> onnx.NodeProto:
+        """Of each row; since opset 18 the axes are an input."""
+        if self._opset < 18:
+            return helper.make_node("ReduceMax", [magnitude], [largest], largest, axes=[-1])
+        axes = writer.add("per_token/axis", np.array([-1], np.int64))
+        return helper.make_node("ReduceMax", [magnitude, axes], [largest], largest)
 
     def embedding(self, node: onnx.NodeProto, writer: WeightWriter) -> list[onnx.NodeProto]:
         return embed(node, self._weights, writer)
@@ -133,6 +165,7 @@ class PerToken:
 def _find_deferred(graph: onnx.GraphProto, weights: Weights) -> dict[str, str]:
     """Outputs of matrices that only go, times a gate, into matrices -> that product."""
     readers = Counter(name for node in graph.node for name in node.input)
+    readers.update(name for node in graph.node for name in names_read(node) - {*node.input})
     outputs = {value.name for value in graph.output}
     products = {
         name: node.output[0] for node in graph.node if node.op_type == "Mul" for name in node.input
@@ -154,34 +187,12 @@ def _find_deferred(graph: onnx.GraphProto, weights: Weights) -> dict[str, str]:
     return deferred
 
 
-def _block(width: int) -> int:
-    """The power of two that a width is mixed in; 0 if it is too odd for that."""
-    block = min(_BLOCK, width & -width)
-    return block if block >= _SMALLEST_BLOCK else 0
-
-
-def _mixing(
-    value: str, mixed: str, width: int, block: int, writer: WeightWriter
-) -> list[onnx.NodeProto]:
-    """`value @ diag(H, H, ...)`: an outlier is shared out over its block."""
-    hadamard = writer.add(f"per_token/hadamard_{block}", _hadamard(block))
-    split = np.array([0, 0, width // block, block], np.int64)
-    joined = np.array([0, 0, width], np.int64)
-    names = f"per_token/split_{width}", f"per_token/join_{width}"
-    blocks, turned = f"{value}/blocks", f"{value}/turned"
-    return [
-        helper.make_node(
-            "Reshape", [value, writer.add(names[0], split)], [blocks], f"{value}/split"
-        ),
-        helper.make_node("MatMul", [blocks, hadamard], [turned], f"{value}/mix"),
-        helper.make_node(
-            "Reshape", [turned, writer.add(names[1], joined)], [mixed], f"{value}/join"
-        ),
-    ]
+def _zero_point(writer: WeightWriter) -> str:
+    return writer.add("per_token/zero_point", np.array(128, np.uint8))
 
 
 def _mix(weight: _Matrix, block: int) -> _Matrix:
-    """The matrix (in, out) that undoes `_mixing`: a Hadamard matrix is its own inverse."""
+    """The matrix (in, out) that undoes `_mix_value`: a Hadamard matrix is its own inverse."""
     blocks = weight.reshape(-1, block, weight.shape[1])
     mixed: _Matrix = np.matmul(_hadamard(block), blocks).reshape(weight.shape)
     return mixed

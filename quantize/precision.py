@@ -55,14 +55,15 @@ class Choice:
     @property
     def graph_dtype(self) -> Literal["fp32", "fp16"]:
         """Of the graph that is exported, and then quantized or not."""
-        is_half = self.precision == "fp16" or (self.device == "cuda" and self.is_quantized)
-        return "fp16" if is_half else "fp32"
+        # DynamicQuantizeMatMul takes fp32 only.
+        is_weight_only = self.precision in ("int8", "int4") and self.device == "cuda"
+        return "fp16" if self.precision == "fp16" or is_weight_only else "fp32"
 
     @property
     def floor(self) -> Floor:
         return INT4_FLOOR if self.precision == "int4" else INT8_FLOOR
 
-    def method(self) -> Callable[[onnx.GraphProto, Weights], Method]:
+    def method(self) -> Callable[[onnx.ModelProto, Weights], Method]:
         """How the matrices are replaced; of a quantized precision."""
         # Imported here: they take seconds, and a wrong argument should be told at once.
         from .dynamic import Dynamic
@@ -73,8 +74,8 @@ class Choice:
             return Dynamic
         if self.precision == "int8" and self.device == "cpu":
             return functools.partial(PerToken, reduce_range=self.reduce_range)
-        bits_of = _mixed_bits if self.precision == "int4" else _eight_bits
-        return functools.partial(WeightOnly, bits_of=bits_of, is_for_cuda=self.device == "cuda")
+        bits = 4 if self.precision == "int4" else 8
+        return functools.partial(WeightOnly, bits=bits, is_for_cuda=self.device == "cuda")
 
 
 def choose(
@@ -120,12 +121,3 @@ def _has_cuda() -> bool:
         "CUDAExecutionProvider" in onnxruntime.get_available_providers()
         and torch.cuda.is_available()
     )
-
-
-def _eight_bits(name: str) -> int:
-    return 8
-
-
-def _mixed_bits(name: str) -> int:
-    """Attention and LM head, which are small and sensitive, keep 8 bits; the MLP has 4."""
-    return 4 if "mlp" in name else 8

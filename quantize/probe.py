@@ -22,9 +22,10 @@ _NUM_LOGITS = 8
 _TOLERANCE = 0.1
 
 
-def make_probe(folder: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def make_probe(folder: Path, tokenizer: PreTrainedTokenizerBase, context: int) -> dict[str, Any]:
     """Reads a text with the graph in `folder`, in one run; its largest logits behind it."""
-    ids = tokenizer.encode(_TEXT, add_special_tokens=False)[:_NUM_TOKENS]
+    num_tokens = min(_NUM_TOKENS, context)
+    ids = tokenizer.encode(_TEXT, add_special_tokens=False)[:num_tokens]
     logits = Decoding(folder, 1, len(ids)).feed(np.array([ids], np.int64))[0].astype(np.float64)
     top = np.argsort(-logits, kind="stable")[:_NUM_LOGITS]
     return {

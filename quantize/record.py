@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from .chat_template import SYSTEM_WARNING, keeps_system_messages
 from .export import read_config
@@ -33,14 +38,7 @@ def write(
     """Writes them into `folder`, which holds the graph already. `quantization` is what was done to
     it, `gate` what the gate found; both empty for a graph that is not quantized."""
     config = read_config(source.folder)
-    config.save_pretrained(folder)
-    generation = source.folder / "generation_config.json"
-    if generation.is_file():  # as it is: transformers refuses to save many that it reads
-        shutil.copyfile(generation, folder / generation.name)
-    else:
-        GenerationConfig.from_model_config(config).save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
-    tokenizer.save_pretrained(folder)
+    tokenizer = _write_files(source.folder, folder, config)
     keeps_system = keeps_system_messages(tokenizer)
     if keeps_system is False:
         click.echo(SYSTEM_WARNING)
@@ -60,9 +58,23 @@ def write(
     if choice.is_quantized:
         record |= {"quantization": quantization, "gate": gate}
     if choice.device == "cpu":
-        record["probe"] = make_probe(folder, tokenizer)
+        context = record.get("context_length", config.max_position_embeddings)
+        record["probe"] = make_probe(folder, tokenizer, context)
     record["files"] = file_table(folder)
     (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _write_files(source: Path, folder: Path, config: PretrainedConfig) -> PreTrainedTokenizerBase:
+    """Config, generation config and tokenizer, which is returned."""
+    config.save_pretrained(folder)
+    generation = source / "generation_config.json"
+    if generation.is_file():  # as it is: transformers refuses to save many that it reads
+        shutil.copyfile(generation, folder / generation.name)
+    else:
+        GenerationConfig.from_model_config(config).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 def tool_versions() -> dict[str, str]:

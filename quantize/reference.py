@@ -20,6 +20,7 @@ from onnx import helper
 from . import MODEL_FILE
 from .errors import QuantizeError
 from .graph_file import load_graph
+from .rewrite import names_read
 from .tensors import Weights
 
 _PIECE_BYTES = 1 << 30
@@ -43,27 +44,31 @@ class Reference:
         self._folder = folder
         self._model = load_graph(folder / MODEL_FILE)
         self._weights = Weights(self._model, folder)
-        nodes = list(self._model.graph.node)
-        producers = {name: node for node in nodes for name in node.output}
-        self._entry = _lm_head(producers).input[0]
-        hidden = self._entry
-        while hidden in producers and producers[hidden].op_type in _CHOICE:
-            hidden = producers[hidden].input[0]
-        body = _needed(nodes, [hidden], producers)
-        chosen = {o for n in _needed(nodes, [self._entry], producers) for o in n.output}
-        self._head = [
-            node
-            for node in _needed(nodes, ["logits"], producers)
-            if not chosen.intersection(node.output)
-        ]
+        self._head_session: ort.InferenceSession | None = None
+        body, hidden = self._split()
         values = self._inputs(ids)
         pieces = list(self._cut(body, piece_bytes))
         for index, piece in enumerate(pieces):
-            later = {name for node in sum(pieces[index + 1 :], []) for name in node.input}
+            later = {name for after in pieces[index + 1 :] for n in after for name in names_read(n)}
             values = self._run(piece, values, later | {hidden})
             on_piece((index + 1) / len(pieces))
         self._hidden = values[hidden]  # (rows, tokens, width)
-        self._head_session: ort.InferenceSession | None = None
+
+    def _split(self) -> tuple[list[onnx.NodeProto], str]:
+        """The nodes that make the hidden state, and its name; notes those of the LM head and what
+        they read of it."""
+        nodes = list(self._model.graph.node)
+        producers = {name: node for node in nodes for name in node.output}
+        self._entry = hidden = _lm_head(producers).input[0]
+        while hidden in producers and producers[hidden].op_type in _CHOICE:
+            hidden = producers[hidden].input[0]
+        before = {o for n in _needed(nodes, [self._entry], producers) for o in n.output}
+        self._head = [
+            node
+            for node in _needed(nodes, ["logits"], producers)
+            if node.op_type == "Constant" or not before.intersection(node.output)
+        ]
+        return _needed(nodes, [hidden], producers), hidden
 
     def logits(self, column: int) -> NDArray[np.float32]:
         """Behind the token in `column` of each row: (rows, vocab)."""
@@ -95,7 +100,7 @@ class Reference:
         size = 0
         for node in nodes:
             piece.append(node)
-            size += sum(self._weights.num_bytes(n) for n in node.input if n in self._weights)
+            size += sum(self._weights.num_bytes(n) for n in names_read(node) if n in self._weights)
             if size >= piece_bytes:
                 yield piece
                 piece, size = [], 0
@@ -107,7 +112,7 @@ class Reference:
     ) -> dict[str, NDArray[Any]]:
         """Those of the values that are known, with what `nodes` make, that are needed later."""
         made = [name for node in nodes for name in node.output if name and name in later]
-        read = {name for node in nodes for name in node.input}
+        read = {name for node in nodes for name in names_read(node)}
         feeds = {name: value for name, value in values.items() if name in read}
         session = self._session(nodes, feeds, made)
         found = dict(zip(made, session.run(made, feeds), strict=True))
@@ -116,35 +121,42 @@ class Reference:
     def _session(
         self, nodes: list[onnx.NodeProto], feeds: dict[str, NDArray[Any]], outputs: list[str]
     ) -> ort.InferenceSession:
-        read = {name for node in nodes for name in node.input}
+        # Beside the data file, which ONNX Runtime finds by the place of the graph.
+        path = self._folder / "piece.onnx"
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        try:
+            path.write_bytes(self._graph_of(nodes, feeds, outputs).SerializeToString())
+            return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _graph_of(
+        self, nodes: list[onnx.NodeProto], feeds: dict[str, NDArray[Any]], outputs: list[str]
+    ) -> onnx.ModelProto:
+        """`nodes` as a model of their own; ONNX Runtime finds out the types of its outputs."""
+        read = {name for node in nodes for name in names_read(node)}
+        # With its sizes: of a packed query without, the size of what attention makes is not found.
+        inputs = [
+            helper.make_tensor_value_info(
+                name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape
+            )
+            for name, value in feeds.items()
+        ]
         graph = helper.make_graph(
             nodes,
             "piece",
-            [
-                helper.make_tensor_value_info(
-                    name, helper.np_dtype_to_tensor_dtype(value.dtype), [None] * value.ndim
-                )
-                for name, value in feeds.items()
-            ],
+            inputs,
             [onnx.ValueInfoProto(name=name) for name in outputs],
             [tensor for tensor in self._model.graph.initializer if tensor.name in read],
         )
-        model = helper.make_model(
+        return helper.make_model(
             graph,
             opset_imports=self._model.opset_import,
             ir_version=self._model.ir_version,
             functions=self._model.functions,
         )
-        # Beside the data file, which ONNX Runtime finds by the place of the graph.
-        path = self._folder / "piece.onnx"
-        path.write_bytes(model.SerializeToString())
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        try:
-            return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        finally:
-            path.unlink()
 
 
 def _lm_head(producers: dict[str, onnx.NodeProto]) -> onnx.NodeProto:
@@ -167,5 +179,5 @@ def _needed(
         name = found.pop()
         if name in producers and name not in needed:
             needed.update(producers[name].output)
-            found += producers[name].input
+            found += names_read(producers[name])
     return [node for node in nodes if needed.intersection(node.output)]

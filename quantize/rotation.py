@@ -20,6 +20,7 @@ import onnx
 import torch
 from numpy.typing import NDArray
 
+from .rewrite import names_read
 from .tensors import Weights
 
 _NORMS = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
@@ -90,7 +91,7 @@ class _Reader:
         self._weights = weights
         self._readers: dict[str, list[onnx.NodeProto]] = {}
         for node in graph.node:
-            for name in node.input:
+            for name in names_read(node):
                 self._readers.setdefault(name, []).append(node)
         self._writer = {name: node for node in graph.node for name in node.output}
         self._outputs = {value.name for value in graph.output}
@@ -103,7 +104,7 @@ class _Reader:
             if node.op_type in _NORMS and node.input[0] in self._hidden:
                 self._pass_norm(node)
         for value in self._hidden:
-            self._check_readers(value, lambda node: node.op_type in _NORMS)
+            self._check_norms(value, place=0)
         if not self._found.norm_of:
             raise CannotRotate("it has no RMS norms that ONNX Runtime knows as such")
         matrices = [*self._found.norm_of, *self._found.writers, *self._found.embeddings]
@@ -144,7 +145,7 @@ class _Reader:
 
     def _pass_writer(self, value: str) -> None:
         """`value` is added to the hidden state: a matrix's output, with or without a bias."""
-        self._check_readers(value, lambda node: node.op_type in _NORMS)
+        self._check_norms(value, place=1)
         node = self._writer[value]
         if node.op_type == "Add":
             biases = [name for name in node.input if name in self._weights]
@@ -160,6 +161,13 @@ class _Reader:
 
     def _is_matrix(self, node: onnx.NodeProto) -> bool:
         return node.op_type == "MatMul" and node.input[1] in self._weights
+
+    def _check_norms(self, value: str, place: int) -> None:
+        """Norms alone read it: the hidden state as their first input, what is added to it as their
+        second."""
+        self._check_readers(
+            value, lambda node: node.op_type in _NORMS and node.input[place] == value
+        )
 
     def _check_readers(self, value: str, is_known: Callable[[onnx.NodeProto], bool]) -> None:
         if value in self._outputs:

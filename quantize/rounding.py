@@ -29,13 +29,13 @@ def embed(node: onnx.NodeProto, weights: Weights, writer: WeightWriter) -> list[
     name, output = node.input[0], node.output[0]
     dtype = weights.stored(name).dtype
     rounded, scale = round_channels(weights.read(name).T)
-    table = writer.add(f"{name}/s8", rounded.T)
-    scales = writer.add(f"{name}/scale", scale[:, None].astype(dtype))  # (rows, 1)
-    part = {key: f"{output}/{key}" for key in ("s8", "whole", "scale")}
+    table = writer.add(f"{name}/rows", rounded.T)
+    scales = writer.add(f"{name}/row_scales", scale[:, None].astype(dtype))  # (rows, 1)
+    part = {key: f"{output}/{key}" for key in ("rounded", "whole", "scale")}
     to = helper.np_dtype_to_tensor_dtype(dtype)
     return [
-        helper.make_node("Gather", [table, node.input[1]], [part["s8"]], node.name),
-        helper.make_node("Cast", [part["s8"]], [part["whole"]], f"{node.name}/Cast", to=to),
-        helper.make_node("Gather", [scales, node.input[1]], [part["scale"]], f"{node.name}/scale"),
-        helper.make_node("Mul", [part["whole"], part["scale"]], [output], f"{node.name}/Mul"),
+        helper.make_node("Gather", [table, node.input[1]], [part["rounded"]], node.name),
+        helper.make_node("Cast", [part["rounded"]], [part["whole"]], f"{output}/Cast", to=to),
+        helper.make_node("Gather", [scales, node.input[1]], [part["scale"]], part["scale"]),
+        helper.make_node("Mul", [part["whole"], part["scale"]], [output], f"{output}/Mul"),
     ]

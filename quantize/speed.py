@@ -18,7 +18,7 @@ import numpy as np
 from .decoding import Decoding
 from .errors import QuantizeError
 
-_STEPS = 12
+_STEPS = 48
 _PREFILLS = 4
 
 

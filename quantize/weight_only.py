@@ -1,12 +1,13 @@
 """Weights in 8 or 4 bits, a scale for each block of 32 inputs; activations stay floating point.
 
+With 4 bits the MLP has 4, and attention and LM head, which are small and sensitive, keep 8.
+
 `MatMulNBits` dequantizes in the kernel. On the CPU it rounds activations to 8 bits inside, block by
 block (accuracy level 4, the fast path); on CUDA it does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper
 
+from .errors import QuantizeError
 from .rewrite import MICROSOFT, is_matrix
 from .rounding import embed
 from .tensors import Weights, WeightWriter
@@ -22,32 +24,38 @@ from .tensors import Weights, WeightWriter
 BLOCK_SIZE = 32
 ACCURACY_LEVEL = 4
 _COLUMNS = 4096  # quantized at a time
+# In the name of a node or of its weight: Phi-2 and OPT have no word for the whole of it.
+_MLP = ("mlp", "fc1", "fc2", "feed_forward")
 
 
 class WeightOnly:
-    """A `Method`. `bits_of` says how many bits the matrix of a name gets, 8 or 4."""
+    """A `Method`. `bits` are 8, or 4 for the MLP."""
 
     operator = "MatMulNBits"
 
     def __init__(
         self,
-        graph: onnx.GraphProto,
+        model: onnx.ModelProto,
         weights: Weights,
         *,
-        bits_of: Callable[[str], int] = lambda _: 8,
+        bits: int = 8,
         is_for_cuda: bool = False,
     ) -> None:
         self._weights = weights
-        self._bits_of = bits_of
+        self._bits = bits
         self._is_for_cuda = is_for_cuda
-        found = {bits_of(n.input[1]) for n in graph.node if is_matrix(n, weights)}
+        found = {self._bits_of(node) for node in model.graph.node if is_matrix(node, weights)}
+        if found and bits not in found:
+            raise QuantizeError(
+                f"no matrix gets {bits} bits: the names of this graph's nodes and weights do not "
+                f"say which belong to an MLP ({', '.join(_MLP)})"
+            )
         self.parameters: dict[str, Any] = {"bits": sorted(found), "block_size": BLOCK_SIZE}
         if not is_for_cuda:
             self.parameters["accuracy_level"] = ACCURACY_LEVEL
 
     def matrix(self, node: onnx.NodeProto, writer: WeightWriter) -> list[onnx.NodeProto]:
-        name = node.input[1]
-        bits = self._bits_of(name)
+        name, bits = node.input[1], self._bits_of(node)
         num_inputs, num_outputs = self._weights.shape(name)
         # Symmetric where the kernels want it, and where bits abound.
         is_symmetric = bits == 8 or self._is_for_cuda
@@ -60,21 +68,23 @@ class WeightOnly:
         ]
         if not is_symmetric:
             inputs.append(writer.add(f"{name}/zero_points", blocks.zero_points))
-        attributes: dict[str, Any] = {} if self._is_for_cuda else {"accuracy_level": ACCURACY_LEVEL}
+        attributes: dict[str, Any] = {
+            "K": num_inputs,
+            "N": num_outputs,
+            "bits": bits,
+            "block_size": BLOCK_SIZE,
+        }
+        if not self._is_for_cuda:
+            attributes["accuracy_level"] = ACCURACY_LEVEL
         return [
             helper.make_node(
-                "MatMulNBits",
-                inputs,
-                node.output,
-                node.name,
-                domain=MICROSOFT,
-                K=num_inputs,
-                N=num_outputs,
-                bits=bits,
-                block_size=BLOCK_SIZE,
-                **attributes,
+                "MatMulNBits", inputs, node.output, node.name, domain=MICROSOFT, **attributes
             )
         ]
+
+    def _bits_of(self, node: onnx.NodeProto) -> int:
+        is_mlp = any(word in name for word in _MLP for name in (node.name, node.input[1]))
+        return self._bits if is_mlp else 8
 
     def embedding(self, node: onnx.NodeProto, writer: WeightWriter) -> list[onnx.NodeProto]:
         return embed(node, self._weights, writer)

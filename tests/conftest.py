@@ -18,10 +18,13 @@ import pytest
 import torch
 
 from quantize.build import build
+from quantize.export import export_fused
+from quantize.portable import export_portable
 from quantize.precision import choose
 from quantize.sources import resolve
 
 from .tiny import TorchReference, make_llama, make_phi3
+from .tiny_families import FAMILIES, make_family
 
 
 @dataclass(frozen=True)
@@ -34,20 +37,47 @@ class TinyModel:
 # A tiny model gains nothing by a second thread; beside other processes, waiting for it takes long.
 torch.set_num_threads(1)
 
-Build = Callable[[Path, str], Path]
+Build = Callable[..., Path]
 Bring = Callable[..., Path]
+Named = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
 def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Exports an HF folder (or 'default') at a precision, as the command line does."""
 
-    def make(source: Path, precision: str) -> Path:
+    def make(source: Path, precision: str, device: str = "cpu") -> Path:
         root = tmp_path_factory.mktemp("model")
         folder = root / "folder"
         folder.mkdir()
         with resolve(str(source), root / "cache", root) as resolved:
-            build(resolved, folder, choose(precision, "cpu", allow_slow=True), gate=None)
+            build(resolved, folder, choose(precision, device, allow_slow=True), gate=None)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def built(build_folder: Build) -> Build:
+    """Likewise, once for each source and precision: to be read only."""
+    return cache(build_folder)
+
+
+@pytest.fixture(scope="session")
+def family_source(tmp_path_factory: pytest.TempPathFactory) -> Named:
+    """A Hugging Face folder of each of tiny_families, made once."""
+    return cache(lambda name: make_family(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(scope="session")
+def family_graph(family_source: Named, tmp_path_factory: pytest.TempPathFactory) -> Named:
+    """Its fp32 graph alone."""
+
+    @cache
+    def make(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        export = export_fused if name in FAMILIES else export_portable
+        export(family_source(name), folder, lambda line: None)
         return folder
 
     return make

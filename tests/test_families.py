@@ -20,6 +20,7 @@ from quantize.export import export_fused, read_config
 from quantize.families import FUSED
 from quantize.rotary import context_length
 
+from .conftest import Named
 from .engines import greedy
 from .logits import LENGTHS, TOLERANCE, ids_of_length, prefill
 from .tiny import CONTEXT, TorchReference
@@ -40,11 +41,15 @@ class Exported:
         return KVCache(self.model.spec.kv, num_rows, self.model.context_length, self.model.device)
 
 
-def export(name: str, root: Path, dtype: Literal["fp32", "fp16"] = "fp32") -> Exported:
+def export(name: str, root: Path, dtype: Literal["fp32", "fp16"]) -> Exported:
     source = make_family(name, root / "source")
     folder = root / "folder"
     folder.mkdir()
     export_fused(source, folder, lambda line: None, dtype)
+    return load(source, folder)
+
+
+def load(source: Path, folder: Path) -> Exported:
     context = context_length(read_config(source))
     model = OnnxModel(ort.InferenceSession(folder / MODEL_FILE), context)
     ids = ids_of_length(min(LONGEST, context))
@@ -52,8 +57,8 @@ def export(name: str, root: Path, dtype: Literal["fp32", "fp16"] = "fp32") -> Ex
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    return export(request.param, tmp_path_factory.mktemp(request.param))
+def family(request: pytest.FixtureRequest, family_source: Named, family_graph: Named) -> Exported:
+    return load(family_source(request.param), family_graph(request.param))
 
 
 def prefill_logits(family: Exported, length: int) -> np.ndarray:
@@ -121,9 +126,9 @@ def windows(folder: Path) -> list[int]:
     return [a.i for node in nodes for a in node.attribute if a.name == "local_window_size"]
 
 
-def test_each_layer_has_its_own_window(tmp_path: Path) -> None:
+def test_each_layer_has_its_own_window(family_graph: Named) -> None:
     """Gemma 2's first layer has one, its second has none: the builder has it the other way."""
-    assert windows(export("gemma2", tmp_path).folder) == [12, -1]
+    assert windows(family_graph("gemma2")) == [12, -1]
 
 
 @pytest.mark.parametrize("name", ["phi3.5-128k", "gemma2"])
@@ -136,9 +141,11 @@ def test_fp16_graph_runs_on_the_cpu_close_to_fp32(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["phi3.5-128k", "phi4-mini"])
-def test_longrope_graph_ends_where_its_factors_end(name: str, tmp_path: Path) -> None:
+def test_longrope_graph_ends_where_its_factors_end(
+    name: str, family_source: Named, family_graph: Named
+) -> None:
     """And holds no cache of the long side: 50 MB for Phi-3."""
-    family = export(name, tmp_path)
+    family = load(family_source(name), family_graph(name))
     graph = onnx.load(family.folder / MODEL_FILE, load_external_data=False).graph
     caches = {i.name: list(i.dims)[0] for i in graph.initializer if "_cache" in i.name}
     assert caches == {"cos_cache": ORIGINAL, "sin_cache": ORIGINAL}

@@ -248,8 +248,25 @@ def test_fp16_graph_is_not_rounded_once_more(
 ) -> None:
     graph = edit(folder, retype_weights(TensorProto.FLOAT16))
     assert check_onnx(graph).dtype == "fp16"
-    with pytest.raises(QuantizeError, match=f"in fp16, and {precision} is made from fp32 only"):
+    says = f"in fp16, and {precision} for cpu is made of a graph in fp32"
+    with pytest.raises(QuantizeError, match=says):
         build_folder(folder, precision)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8", "int4"])
+def test_fp32_graph_is_not_converted_for_cuda(
+    precision: str, folder: Path, build_folder: Build
+) -> None:
+    says = f"in fp32, and {precision} for cuda is made of a graph in fp16"
+    with pytest.raises(QuantizeError, match=says):
+        build_folder(folder, precision, "cuda")
+
+
+def test_fp16_graph_is_quantized_for_cuda(tiny_llama: TinyModel, built: Build) -> None:
+    fp16 = built(tiny_llama.source, "fp16", "cuda")
+    record = json.loads((built(fp16, "int8", "cuda") / "quantization.json").read_text())
+    assert (record["kind"], record["precision"], record["device"]) == ("onnx", "int8", "cuda")
+    assert record["quantization"]["matrices"] == 11
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", f"{MODEL_FILE}.data"])

@@ -12,40 +12,18 @@ import onnxruntime as ort
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx.external_data_helper import uses_external_data
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantize import MODEL_FILE, portable
 from quantize.errors import QuantizeError
+from quantize.external_data import is_external
 from quantize.portable import export_portable
 
-from .conftest import Build
+from .conftest import Build, Named
 from .tiny import TorchReference
-from .tiny_tokenizers import byte_level_tokenizer
+from .tiny_families import PORTABLE_SHAPES, make_family
 
-_SHAPE: dict[str, Any] = {
-    "vocab_size": 331,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "gpt_neox": {**_SHAPE, "intermediate_size": 160, "initializer_range": 0.15},
-    "gpt2": {"vocab_size": 331, "n_embd": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.15},
-    "opt": {**_SHAPE, "ffn_dim": 160, "word_embed_proj_dim": 64, "init_std": 0.15},
-    "stablelm": {**_SHAPE, "num_key_value_heads": 2, "initializer_range": 0.15},
-}
 LENGTHS = (1, 7, 33)
-
-
-def make(model_type: str, folder: Path) -> Path:
-    torch.manual_seed(7)
-    config = AutoConfig.for_model(model_type, **SHAPES[model_type])
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    byte_level_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def run(
@@ -65,16 +43,12 @@ def run(
     return logits[0], dict(zip(shapes, present, strict=True))
 
 
-@pytest.fixture(scope="module", params=sorted(SHAPES))
+@pytest.fixture(scope="module", params=sorted(PORTABLE_SHAPES))
 def exported(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, family_source: Named, family_graph: Named
 ) -> tuple[Path, Path]:
     """Source and folder of the graph."""
-    root = tmp_path_factory.mktemp(request.param)
-    source, folder = make(request.param, root / "source"), root / "folder"
-    folder.mkdir()
-    export_portable(source, folder, lambda line: None)
-    return source, folder
+    return family_source(request.param), family_graph(request.param)
 
 
 def test_logits_are_those_of_torch_with_and_without_past(exported: tuple[Path, Path]) -> None:
@@ -95,12 +69,12 @@ def test_weights_lie_in_one_file_beside_the_graph(exported: tuple[Path, Path]) -
     assert {path.name for path in folder.iterdir()} == {MODEL_FILE, f"{MODEL_FILE}.data"}
     graph = onnx.load(folder / MODEL_FILE, load_external_data=False).graph
     assert not [t.name for t in graph.initializer if t.ByteSize() > 2000]
-    assert any(uses_external_data(tensor) for tensor in graph.initializer)
+    assert any(is_external(tensor) for tensor in graph.initializer)
 
 
 def test_weight_that_is_missing_is_named(tmp_path: Path) -> None:
     """transformers would fill it with random numbers."""
-    source = make("gpt_neox", tmp_path / "source")
+    source = make_family("gpt_neox", tmp_path / "source")
     weights = load_file(source / "model.safetensors")
     del weights["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"]
     save_file(weights, source / "model.safetensors", {"format": "pt"})
@@ -110,15 +84,15 @@ def test_weight_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_checkpoint_without_the_prefix_of_the_model_is_whole(tmp_path: Path) -> None:
     """As GPT-2 was published; its tied LM head is not in it."""
-    source = make("gpt2", tmp_path / "source")
+    source = make_family("gpt2", tmp_path / "source")
     weights = load_file(source / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
     save_file(bare, source / "model.safetensors", {"format": "pt"})
     assert portable._load(source).config.model_type == "gpt2"
 
 
-def test_command_writes_the_form_of_the_graph(build_folder: Build, tmp_path: Path) -> None:
-    folder = build_folder(make("opt", tmp_path / "source"), "fp32")
+def test_command_writes_the_form_of_the_graph(build_folder: Build, family_source: Named) -> None:
+    folder = build_folder(family_source("opt"), "fp32")
     assert json.loads((folder / "quantization.json").read_text())["form"] == "portable"
 
 
@@ -126,7 +100,7 @@ def test_graph_that_differs_from_torch_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A weight that changes between the comparison's torch side and the trace."""
-    source, folder = make("gpt_neox", tmp_path / "source"), tmp_path / "folder"
+    source, folder = make_family("gpt_neox", tmp_path / "source"), tmp_path / "folder"
     folder.mkdir()
     trace = portable._trace
 

@@ -1,4 +1,5 @@
-"""Tiny models of every family that the fused graph is right for: one entry per kind of trap.
+"""Tiny models of every family that the fused graph is right for, one entry per kind of trap, and of
+some that become portable graphs.
 
 Each is a Hugging Face folder with random weights, two to four layers and a vocabulary unlike any
 layer's width.
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Gemma2Config,
@@ -157,10 +160,35 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "ernie4.5": _of(Ernie4_5ForCausalLM, Ernie4_5Config, head_dim=32, use_bias=True),
 }
 
+_PORTABLE_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+PORTABLE_SHAPES: dict[str, dict[str, Any]] = {
+    "gpt_neox": {**_PORTABLE_SHAPE, "intermediate_size": 160, "initializer_range": 0.15},
+    "gpt2": {
+        "vocab_size": VOCAB,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "initializer_range": 0.15,
+    },
+    "opt": {**_PORTABLE_SHAPE, "ffn_dim": 160, "word_embed_proj_dim": 64, "init_std": 0.15},
+    "stablelm": {**_PORTABLE_SHAPE, "num_key_value_heads": 2, "initializer_range": 0.15},
+}
+
+
+def _portable(model_type: str) -> PreTrainedModel:
+    config = AutoConfig.for_model(model_type, **PORTABLE_SHAPES[model_type])
+    return AutoModelForCausalLM.from_config(config)
+
 
 def make_family(name: str, folder: Path) -> Path:
     torch.manual_seed(7)
-    model = FAMILIES[name]()
+    model = FAMILIES[name]() if name in FAMILIES else _portable(name)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # A fresh model has biases of zero and norms of one: they could be lost unseen.
