@@ -42,7 +42,7 @@ def test_data_file_that_is_cut_off_is_named(tmp_path: Path, tiny_llama: TinyMode
     source = shutil.copytree(tiny_llama.folder, tmp_path / "source")
     (source / f"{MODEL_FILE}.data").write_bytes(b"short")
     (tmp_path / "to").mkdir()
-    with pytest.raises(QuantizeError, match=rf"{MODEL_FILE}.data is cut off"):
+    with pytest.raises(QuantizeError, match=rf"{MODEL_FILE}.data is cut short"):
         rewrite(source, tmp_path / "to", WeightOnly)
 
 
