@@ -1,4 +1,4 @@
-"""The decoder graph as its protobuf tells it: its form, its names, what it stores per token.
+"""The decoder graph as its protobuf tells it: its inputs and outputs, what it stores per token.
 
 Reads no weights and opens no session, so a folder that cannot be served correctly is refused
 within a second, with everything that is wrong in one report.
@@ -10,28 +10,22 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import onnx
 
+from .attention import Form, find_form, find_short_context, find_windows
 from .errors import UnservableModel
+from .external_data import find_data_problems
 from .folder import Claims, IoNames, find_graph, read_claims, read_io_names
-from .weights import find_data_problems
 
-Form = Literal["fused", "portable"]
 _Shape = list[int | str]
 
 _FLOATS = {onnx.TensorProto.FLOAT: "float32", onnx.TensorProto.FLOAT16: "float16"}
-_ATTENTION = "GroupQueryAttention"
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """What the graph itself says, whatever config.json claims.
-
-    "fused": GroupQueryAttention appends to the cache in place and finds each row's end by the
-    mask. "portable": the new keys are concatenated to the old ones; a row's place is up to us.
-    """
+    """What the graph itself says, whatever config.json claims."""
 
     path: Path
     form: Form
@@ -122,8 +116,10 @@ class _Reader:
         logits = self._logits()
         if self.problems or logits is None:
             return None
-        form = self._form(past)
-        if form is None:
+        try:
+            form = find_form(self._graph, past)
+        except UnservableModel as error:
+            self.problems.append(str(error))
             return None
         key = self._inputs[past[0]]
         _, num_kv_heads, _, head_dim = _shape(key)
@@ -142,8 +138,8 @@ class _Reader:
             logits_type=_FLOATS[self._outputs[names.logits].type.tensor_type.elem_type],
             vocab_size=int(logits[2]),
             has_last_logits_only=logits[1] == 1,
-            short_context=_short_context(self._graph),
-            windows=_windows(self._graph),
+            short_context=find_short_context(self._graph),
+            windows=find_windows(self._graph),
         )
 
     def _check_tokens(self, name: str) -> None:
@@ -216,47 +212,6 @@ class _Reader:
                 f"its logits are of type {_type_name(value)}; float or float16 is served"
             )
         return shape
-
-    def _form(self, past: list[str]) -> Form | None:
-        users: dict[str, set[str]] = defaultdict(set)
-        for node in self._graph.node:
-            for name in node.input:
-                users[name].add(node.op_type)
-        fused = [name for name in past if users[name] == {_ATTENTION}]
-        if len(fused) == len(past):
-            return "fused"
-        if any(_ATTENTION in users[name] for name in past):
-            other = next(name for name in past if name not in fused)
-            self.problems.append(
-                f"{other} goes to {', '.join(sorted(users[other])) or 'nothing'}, others to "
-                f"{_ATTENTION}: layers of both forms cannot share a run"
-            )
-            return None
-        return "portable"
-
-
-def _short_context(graph: onnx.GraphProto) -> int | None:
-    """The builder's longrope: an If chooses the rotary cache of all rows by the longest one."""
-    used = {name for n in graph.node if n.op_type == _ATTENTION for name in n.input}
-    lengths = [
-        value.t.dims[0]
-        for choice in graph.node
-        if choice.op_type == "If" and used & set(choice.output)
-        for branch in choice.attribute
-        for node in branch.g.node
-        for value in node.attribute
-        if len(value.t.dims) == 2
-    ]
-    return min(lengths, default=None)
-
-
-def _windows(graph: onnx.GraphProto) -> frozenset[int]:
-    """`local_window_size` of all attention nodes; one that lacks it has no window."""
-    return frozenset(
-        next((a.i for a in node.attribute if a.name == "local_window_size"), -1)
-        for node in graph.node
-        if node.op_type == _ATTENTION
-    )
 
 
 def _disagreements(graph: Graph, claims: Claims) -> list[str]:

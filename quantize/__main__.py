@@ -84,7 +84,7 @@ def main(
             scratch = workplace.scratch
 
             def tell(size: Size) -> None:
-                click.echo(require_space(size, choice.precision, scratch))
+                click.echo(require_space(size, choice, scratch))
 
             with (
                 temporaries_in(scratch),

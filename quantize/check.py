@@ -34,7 +34,7 @@ def check(folder: Path, fast: bool, as_json: bool) -> None:
 def check_folder(path: Path, *, fast: bool = False) -> Report:
     """Goes on as far as it can: one report names all that is wrong."""
     # Imported here: they take seconds, and a wrong argument should be told at once.
-    from . import check_files, check_graph
+    from . import check_attention, check_files, check_graph
     from .check_session import check_sessions
     from .check_text import check_text
     from .graph_facts import graph_facts
@@ -55,8 +55,8 @@ def check_folder(path: Path, *, fast: bool = False) -> Report:
         check_graph.check_operators(model, report)
         check_graph.check_form(facts, folder, report)
         check_graph.check_shape(facts, folder, report)
-        check_graph.check_window(facts, folder, report)
-        check_graph.check_rope(facts, folder, report)
+        check_attention.check_window(facts, folder, report)
+        check_attention.check_rope(facts, folder, report)
         check_graph.check_placement(model, facts, folder, report)
     check_text(folder, vocab_size, report)
     if model is not None and not fast:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import onnx
-from google.protobuf.message import DecodeError
 
-from .external_data import ExternalTensor, external_tensors
+from .errors import QuantizeError
+from .external_data import ExternalTensor, external_tensors, file_problem
+from .graph_file import load_graph
 from .hashes import RECORD_FILE, sha256
 from .model_folder import GENAI_FILE, ModelFolder
 from .report import Report
@@ -28,15 +29,10 @@ _KNOWN_SUFFIXES = (".md", ".py")  # .py: config.json may name them; they are nev
 def read_graph(graph: Path, report: Report) -> onnx.ModelProto | None:
     """The graph without its weights."""
     try:
-        model = onnx.load(graph, load_external_data=False)
-    except (DecodeError, OSError, ValueError) as error:
-        text = f"{graph.name} is no ONNX graph, or not all of one: {error}"
-        report.error("graph", text, graph.name)
+        return load_graph(graph)
+    except QuantizeError as error:
+        report.error("graph", str(error), graph.name)
         return None
-    if not model.graph.node:
-        report.error("graph", f"{graph.name} is empty: it holds no nodes", graph.name)
-        return None
-    return model
 
 
 def check_weights(folder: ModelFolder, model: onnx.ModelProto, report: Report) -> set[str]:
@@ -44,18 +40,14 @@ def check_weights(folder: ModelFolder, model: onnx.ModelProto, report: Report) -
     assert folder.graph is not None
     try:
         tensors = external_tensors(model)
-    except ValueError as error:
+    except QuantizeError as error:
         report.error("weights", str(error), folder.graph.name)
         return set()
     by_location: defaultdict[str, list[ExternalTensor]] = defaultdict(list)
     for tensor in tensors:
         by_location[tensor.location].append(tensor)
-        if tensor.stated_bytes not in (None, tensor.num_bytes):
-            text = (
-                f"{tensor.name} needs {tensor.num_bytes:,} bytes by its shape, but "
-                f"{folder.graph.name} states {tensor.stated_bytes:,} in {tensor.location}"
-            )
-            report.error("weights", text, tensor.location)
+        if tensor.problem is not None:
+            report.error("weights", tensor.problem, tensor.location)
     for location, parts in by_location.items():
         _check_data_file(folder.path, location, parts, report)
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
@@ -70,21 +62,13 @@ def check_weights(folder: ModelFolder, model: onnx.ModelProto, report: Report) -
 def _check_data_file(
     folder: Path, location: str, parts: list[ExternalTensor], report: Report
 ) -> None:
-    if PurePosixPath(location).is_absolute() or ".." in PurePosixPath(location).parts:
-        text = f"{location} lies outside the folder: the weights would not move with it"
-        report.error("weights", text, location)
-        return
-    path = folder / location
     needed = max(part.end for part in parts)
-    if not path.is_file():
-        text = f"{location} is missing: {len(parts)} tensors ({needed:,} bytes) lie in it"
-        report.error("weights", text + _looks_renamed(folder, needed), location)
-        return
-    if (size := path.stat().st_size) < needed:
-        text = f"{location} is cut short: it has {size:,} bytes, the graph needs {needed:,}"
-        report.error("weights", text, location)
-    if not path.resolve().is_relative_to(folder.resolve()):
-        text = f"{location} is a link to outside the folder: a copy must follow it"
+    path = folder / location
+    if problem := file_problem(folder, location, needed):
+        hint = "" if path.exists() else _looks_renamed(folder, needed)
+        report.error("weights", problem + hint, location)
+    elif not path.resolve().is_relative_to(folder.resolve()):
+        text = f"data file {location} is a link to outside of the folder: a copy must follow it"
         report.warning("weights", text, location)
 
 

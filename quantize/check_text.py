@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from .json_file import read_json
 from .model_folder import GENAI_FILE, ModelFolder
 from .report import Report
 
@@ -135,9 +135,8 @@ def _check_eos(
 
 def end_tokens(folder: ModelFolder, tokenizer: PreTrainedTokenizerFast) -> dict[str, set[int]]:
     """Who names which ids; an empty set for who names none. Raises ValueError for what is no id."""
-    config_file = folder.path / "config.json"
     # As it is written: transformers puts defaults of its own in where a field is missing.
-    config = json.loads(config_file.read_text()) if folder.config is not None else {}
+    config = read_json(folder.path / "config.json") if folder.config is not None else {}
     named = {
         "tokenizer": tokenizer.eos_token_id,
         "config.json": config.get("eos_token_id"),

@@ -25,6 +25,8 @@ from . import MODEL_FILE
 from .attention import set_attention
 from .errors import QuantizeError
 from .forms import Dtype
+from .graph_file import load_graph
+from .json_file import read_json
 from .mapped_weights import mapped_weights
 from .rotary import context_length, write_caches
 
@@ -49,7 +51,7 @@ def export_fused(
         _run_builder(prepared, built, dtype, on_stage)
         for name in (MODEL_FILE, f"{MODEL_FILE}.data"):
             shutil.move(built / name, folder / name)
-    model = onnx.load(folder / MODEL_FILE, load_external_data=False)
+    model = load_graph(folder / MODEL_FILE)
     set_attention(model.graph, config)
     write_caches(model.graph, folder, config)
     keep_last_token_logits(model.graph)
@@ -83,7 +85,7 @@ def _prepare(source: Path, folder: Path, config: PretrainedConfig) -> None:
     }
     if getattr(config, "no_rope_layers", None):
         simple["no_rope_layers"] = [1] * config.num_hidden_layers
-    fields = json.loads((source / "config.json").read_text())
+    fields = read_json(source / "config.json")
     (folder / "config.json").write_text(json.dumps(fields | simple))
 
 

@@ -1,17 +1,19 @@
-"""Which files a graph keeps its tensors in, read from the protobuf; no weights are loaded.
+"""Where a graph's tensors lie outside of its protobuf, and whether those files are whole.
 
-A tensor may lie outside wherever there is one: initializers, node attributes, the graphs inside
-nodes, functions. Names of data files differ from tool to tool, so none is guessed.
+Names of data files differ from tool to tool, so none is guessed; no weight is read.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 import onnx
-from onnx import AttributeProto, TensorProto, helper
+from onnx import TensorProto, helper
+
+from .errors import QuantizeError
+from .graph_file import all_tensors
 
 _BITS: dict[int, int] = {
     TensorProto.INT4: 4,
@@ -34,83 +36,78 @@ class ExternalTensor:
     def end(self) -> int:
         return self.offset + max(self.num_bytes, self.stated_bytes or 0)
 
+    @property
+    def problem(self) -> str | None:
+        if self.stated_bytes in (None, self.num_bytes):
+            return None
+        return (
+            f"{self.name} needs {self.num_bytes:,} bytes by its shape, and {self.stated_bytes:,} "
+            f"are stated for it in {self.location}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor's bytes lie, in a file that has them all."""
+
+    file: Path
+    offset: int
+    length: int
+
+
+def is_external(tensor: TensorProto) -> bool:
+    return bool(tensor.data_location == TensorProto.EXTERNAL)
+
 
 def external_tensors(model: onnx.ModelProto) -> list[ExternalTensor]:
-    """Raises ValueError for an entry that cannot be read."""
-    outside = (t for t in all_tensors(model) if t.data_location == TensorProto.EXTERNAL)
-    return [_external(tensor) for tensor in outside]
+    """Raises QuantizeError for an entry that cannot be read."""
+    return [_external(tensor) for tensor in all_tensors(model) if is_external(tensor)]
 
 
-def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
-    yield from _of_graph(model.graph)
-    for function in model.functions:
-        yield from _of_nodes(function.node)
-        yield from _of_attributes(function.attribute_proto)
-    for training in model.training_info:
-        yield from _of_graph(training.initialization)
-        yield from _of_graph(training.algorithm)
+def external_places(model: onnx.ModelProto, folder: Path) -> list[Place]:
+    """Where the weights beside the graph lie. Raises QuantizeError if a file is not whole."""
+    return [place_of(tensor, folder) for tensor in all_tensors(model) if is_external(tensor)]
 
 
-def all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """Those of functions and of the graphs inside nodes, too."""
-    yield from _nested(model.graph.node)
-    for function in model.functions:
-        yield from _nested(function.node)
+def place_of(tensor: TensorProto, folder: Path) -> Place:
+    """Raises QuantizeError if the file is not whole, or not in `folder`."""
+    found = _external(tensor)
+    problem = found.problem or file_problem(folder, found.location, found.end)
+    if problem is not None:
+        raise QuantizeError(f"{folder}: {problem}")
+    return Place(folder / found.location, found.offset, found.num_bytes)
 
 
-def _nested(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    for node in nodes:
-        yield node
-        for attribute in node.attribute:
-            for graph in _graphs(attribute):
-                yield from _nested(graph.node)
-
-
-def _of_graph(graph: onnx.GraphProto) -> Iterator[TensorProto]:
-    yield from graph.initializer
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-    yield from _of_nodes(graph.node)
-
-
-def _of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[TensorProto]:
-    for node in nodes:
-        yield from _of_attributes(node.attribute)
-
-
-def _of_attributes(attributes: Iterable[AttributeProto]) -> Iterator[TensorProto]:
-    for attribute in attributes:
-        if attribute.HasField("t"):
-            yield attribute.t
-        yield from attribute.tensors
-        sparse = [*attribute.sparse_tensors]
-        if attribute.HasField("sparse_tensor"):
-            sparse.append(attribute.sparse_tensor)
-        for tensor in sparse:
-            yield from (tensor.values, tensor.indices)
-        for graph in _graphs(attribute):
-            yield from _of_graph(graph)
-
-
-def _graphs(attribute: AttributeProto) -> Iterator[onnx.GraphProto]:
-    if attribute.HasField("g"):
-        yield attribute.g
-    yield from attribute.graphs
+def file_problem(folder: Path, location: str, end: int) -> str | None:
+    """What is wrong with the data file at `location`, which must have `end` bytes."""
+    path = PurePosixPath(location)
+    # By its name only: in a Hugging Face cache every file is a link to somewhere else.
+    if path.is_absolute() or ".." in path.parts:
+        return f"data file {location} lies outside of the folder"
+    file = folder / path
+    if not file.is_file():
+        return (
+            f"data file {location} is missing: it must lie beside the graph, under the name that "
+            "the graph knows it by"
+        )
+    if (size := file.stat().st_size) < end:
+        return f"data file {location} is cut short: it has {size:,} bytes, the graph needs {end:,}"
+    return None
 
 
 def _external(tensor: TensorProto) -> ExternalTensor:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     name = tensor.name or "a tensor without a name"
     if not entries.get("location"):
-        raise ValueError(f"{name} lies outside the graph, but no file is named for it")
+        raise QuantizeError(f"{name} lies outside of the graph, but no file is named for it")
     try:
         offset = int(entries.get("offset", 0))
         stated = int(entries["length"]) if "length" in entries else None
         num_bytes = _num_bytes(tensor)
     except (ValueError, KeyError) as error:
-        raise ValueError(f"{name} in {entries['location']} cannot be read: {error}") from error
+        raise QuantizeError(f"{name} in {entries['location']} cannot be read: {error}") from error
     if offset < 0 or (stated or 0) < 0:
-        raise ValueError(f"{name} in {entries['location']} has a negative offset or length")
+        raise QuantizeError(f"{name} in {entries['location']} has a negative offset or length")
     return ExternalTensor(name, entries["location"], offset, num_bytes, stated)
 
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from . import MODEL_FILE
 from .floor import Floor, Quality, QualityTooLow
 from .sources import Source
+from .space import available_memory
 
 _WINDOW = 256  # tokens of a row, at most
 _ROOM = 2  # of memory, for each byte of a graph that is run
@@ -69,7 +70,7 @@ def _show(bar: tqdm[NoReturn], share: float) -> None:
 
 def _measure(folders: dict[str, Path], window: int) -> tuple[dict[str, dict[str, float]], str]:
     """Sizes, speed and memory of both, and a line if one is too large to be run here."""
-    from .speed import available_memory, measure_in_turns
+    from .speed import measure_in_turns
 
     sizes = {
         name: sum(file.stat().st_size for file in folder.glob(f"{MODEL_FILE}*"))

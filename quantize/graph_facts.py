@@ -12,7 +12,7 @@ from typing import Literal
 import onnx
 from onnx import TensorProto
 
-from .external_data import all_nodes
+from .graph_file import all_nodes
 
 _PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 _ATTENTION = "GroupQueryAttention"

@@ -12,8 +12,9 @@ import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
+from .checkpoint import INDEX
 from .errors import QuantizeError
-from .hf_folder import INDEX, check_config
+from .hf_folder import check_config
 from .space import in_units
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

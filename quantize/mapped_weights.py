@@ -18,7 +18,7 @@ import torch
 from onnx_ir.tensor_adapters import TorchTensor, to_torch_dtype
 from transformers import AutoModelForCausalLM
 
-from .hf_folder import read_headers, stored_type
+from .checkpoint import read_headers, stored_type
 
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 

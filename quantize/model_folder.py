@@ -5,7 +5,6 @@ Reads the small JSON files and finds the graph. What is missing or broken become
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from . import MODEL_FILE
 from .errors import QuantizeError
 from .export import read_config
 from .hashes import RECORD_FILE
+from .json_file import read_json
 from .report import Report
 
 GENAI_FILE = "genai_config.json"
@@ -49,28 +49,25 @@ class ModelFolder:
 
 
 def read_folder(path: Path, report: Report) -> ModelFolder:
-    genai = _read_json(path / GENAI_FILE, report)
+    genai = _read_if_there(path / GENAI_FILE, report)
     return ModelFolder(
         path=path,
         graph=_find_graph(path, genai, report),
         config=_read_config(path, report),
-        generation=_read_json(path / "generation_config.json", report),
+        generation=_read_if_there(path / "generation_config.json", report),
         genai=genai,
-        record=_read_json(path / RECORD_FILE, report),
+        record=_read_if_there(path / RECORD_FILE, report),
     )
 
 
-def _read_json(path: Path, report: Report) -> dict[str, Any]:
+def _read_if_there(path: Path, report: Report) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("it is no JSON object")
-    except (ValueError, OSError) as error:  # not UTF-8 and not JSON are ValueErrors, too
-        report.error("config", f"{path.name} cannot be read: {error}", path.name)
+        return read_json(path)
+    except QuantizeError as error:
+        report.error("config", str(error), path.name)
         return {}
-    return content
 
 
 def _object(content: dict[str, Any], key: str) -> dict[str, Any]:

@@ -12,21 +12,19 @@ from pathlib import Path
 
 import onnx
 from onnx import TensorProto
-from onnx.external_data_helper import uses_external_data
 
 from . import MODEL_FILE
 from .errors import QuantizeError
+from .external_data import external_places, is_external
 from .forms import Dtype, Form
-from .graph_copy import external_places, load_graph, tensors_of
-from .hf_folder import check_tokenizer, embedded, read_json
+from .graph_file import all_tensors, load_graph
+from .hf_folder import check_tokenizer, embedded, read_config_json
 from .space import Size
 
 _QUANTIZED = {
     *{"DequantizeLinear", "DynamicQuantizeLinear", "MatMulBnb4", "MatMulInteger"},
     *{"MatMulIntegerToFloat", "MatMulNBits", "QLinearMatMul", "QMoE"},
 }
-
-
 _WIDE = 1024  # elements of a weight; smaller tensors may be constants of any type
 _FLOATS = {
     *{TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE},
@@ -66,15 +64,15 @@ def check_onnx(graph: Path) -> Export:
     missing."""
     above = graph.parent.name == "onnx" and not (graph.parent / "config.json").is_file()
     folder = graph.parent.parent if above else graph.parent
-    config = read_json(folder / "config.json", f"{folder} cannot be used with {graph.name}")
+    config = read_config_json(folder, f"{folder} cannot be used with {graph.name}")
     model = load_graph(graph)
     form, dtype = form_of(model, graph), dtype_of(model, graph)
     _check_layers(model, folder, graph)
     places = external_places(model, graph.parent)
     check_tokenizer(folder)
-    num_parameters = sum(math.prod(tensor.dims) for tensor in tensors_of(model))
+    num_parameters = sum(math.prod(tensor.dims) for tensor in all_tensors(model))
     num_bytes = sum(place.length for place in set(places)) + sum(
-        tensor.ByteSize() for tensor in tensors_of(model) if not uses_external_data(tensor)
+        tensor.ByteSize() for tensor in all_tensors(model) if not is_external(tensor)
     )
     size = Size(num_parameters, embedded(config), num_bytes, form=form, is_exported=False)
     return Export(folder, form, dtype, size)
@@ -82,7 +80,7 @@ def check_onnx(graph: Path) -> Export:
 
 def dtype_of(model: onnx.ModelProto, graph: Path) -> Dtype:
     """Of the weights; norms and rotary caches may be wider. Raises QuantizeError for others."""
-    found = {t.data_type for t in tensors_of(model) if math.prod(t.dims) >= _WIDE} & _FLOATS
+    found = {t.data_type for t in all_tensors(model) if math.prod(t.dims) >= _WIDE} & _FLOATS
     if unknown := found - {TensorProto.FLOAT, TensorProto.FLOAT16}:
         names = ", ".join(TensorProto.DataType.Name(kind).lower() for kind in sorted(unknown))
         raise QuantizeError(f"{graph} has weights in {names}: export it in float32")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from . import MODEL_FILE
+from .checkpoint import refuse_missing
 from .errors import QuantizeError
 from .forms import portable_config
 from .graph_copy import copy_graph
@@ -49,8 +50,8 @@ def export_portable(source: Path, folder: Path, on_stage: Callable[[str], None])
 
 
 def _load(source: Path) -> Any:
-    """Raises QuantizeError if a weight is missing: transformers would fill it with random numbers.
-    Their names are known to it alone: many checkpoints lack a prefix of the model's."""
+    """Raises QuantizeError if a weight is missing. Which they are is known to transformers alone:
+    many checkpoints lack a prefix of the model's names."""
     model, found = AutoModelForCausalLM.from_pretrained(
         source,
         dtype=torch.float32,
@@ -59,10 +60,7 @@ def _load(source: Path) -> Any:
         use_safetensors=True,
         output_loading_info=True,
     )
-    if missing := sorted(found["missing_keys"]):
-        raise QuantizeError(
-            f"{source} lacks {len(missing)} of the model's weights, {missing[0]} among them"
-        )
+    refuse_missing(source, found["missing_keys"])
     return model.eval()
 
 

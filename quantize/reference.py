@@ -19,7 +19,7 @@ from onnx import helper
 
 from . import MODEL_FILE
 from .errors import QuantizeError
-from .graph_copy import load_graph
+from .graph_file import load_graph
 from .rewrite import names_read
 from .tensors import Weights
 

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import onnx
 from onnx import helper
-from onnx.external_data_helper import uses_external_data
 
 from . import MODEL_FILE
 from .errors import QuantizeError
-from .graph_copy import load_graph, tensors_of
+from .external_data import is_external
+from .graph_file import all_tensors, load_graph
 from .tensors import Weights, WeightWriter, read_outside
 
 MICROSOFT = "com.microsoft"
@@ -161,8 +161,8 @@ def _copy_rest(
             array = weights.read(name).astype(array.dtype)
         writer.add(name, array)
     del model.graph.initializer[:]
-    for tensor in tensors_of(model):  # in attributes, and in the graphs inside nodes
-        if uses_external_data(tensor):
+    for tensor in all_tensors(model):  # in attributes, and in the graphs inside nodes
+        if is_external(tensor):
             writer.place(tensor, read_outside(tensor, source))
 
 

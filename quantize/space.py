@@ -15,13 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from .errors import QuantizeError
-from .forms import Form
+from .forms import Dtype, Form
+from .precision import Choice
 
 _FP32 = 4
-# Bytes per parameter in the folder that is published; its embedding may stay fp32. An fp32 graph is
-# moved there, not copied.
-_PUBLISHED = {"fp32": 0.0, "fp16": 2.0, "int8": 1.25, "int8-dynamic": 1.25, "int4": 0.75}
+_GRAPH: dict[Dtype, int] = {"fp32": _FP32, "fp16": 2}  # bytes per parameter of an exported graph
+# And of a quantized one, with its scales: of all parameters, and what the embedding adds, which
+# stays in 8 bits. In int4 attention, a third of the matrices, and LM head do so, too.
+_QUANTIZED = {"int8": (1.05, 1.0), "int8-dynamic": (1.05, 1.0), "int4": (0.82, 1.3)}
 _LIBRARIES = 700_000_000  # of memory, torch's most of all
 _SLACK = 64 << 20  # tokenizer, records, the graphs themselves
 
@@ -38,30 +42,30 @@ class Size:
     form: Form = "fused"
     is_exported: bool = True  # not so for a source that is a graph already
 
-    @property
-    def num_graph_bytes(self) -> int:
-        """The fp32 graph; a source that is a graph is copied as it is."""
+    def graph_bytes(self, dtype: Dtype) -> int:
+        """Of the graph before it is quantized; a source that is a graph is copied as it is."""
         if not self.is_exported:
             return self.num_bytes
-        return _FP32 * (self.num_parameters + self.num_embedded)
+        return _GRAPH[dtype] * (self.num_parameters + self.num_embedded)
 
-    def disk_bytes(self, precision: str) -> int:
-        """At the fullest moment: the graph while it is exported, or beside the published one."""
-        is_traced = self.is_exported and self.form == "portable"
-        published = int(_PUBLISHED[precision] * self.num_parameters)
-        if precision != "fp32":
-            published += _FP32 * self.num_embedded
-        # A traced graph is written twice, the second time in one file.
-        beside = max(published, self.num_graph_bytes if is_traced else 0)
+    def disk_bytes(self, choice: Choice) -> int:
+        """At the fullest moment: the graph while it is exported, or beside the quantized one."""
+        graph = self.graph_bytes(choice.graph_dtype)
+        beside = 0  # a graph that is not quantized is moved, not copied
+        if choice.is_quantized:
+            each, more = _QUANTIZED[choice.precision]
+            beside = int(each * self.num_parameters + more * self.num_embedded)
+        if self.is_exported and self.form == "portable":
+            beside = max(beside, graph)  # traced, then written once more in one file
         converted = _FP32 * self.num_parameters if self.is_converted else 0
-        return converted + self.num_graph_bytes + beside + _SLACK
+        return converted + graph + beside + _SLACK
 
     def memory_bytes(self) -> int:
         """Of the export, with the mapped pages of the source's files, which the system can drop."""
         if not self.is_exported:
-            return _LIBRARIES + self.num_graph_bytes
+            return _LIBRARIES + self.num_bytes
         if self.form == "portable":  # torch holds the model, and tracing holds it twice
-            return _LIBRARIES + 2 * self.num_graph_bytes
+            return _LIBRARIES + 2 * self.graph_bytes("fp32")
         # The files are mapped (mapped_weights.py). Beside them are what the builder joined, and the
         # largest matrix as it is converted and turned.
         exported = self.num_bytes + self.num_joined_bytes + 2 * _FP32 * self.num_embedded
@@ -70,9 +74,9 @@ class Size:
         return _LIBRARIES + max(exported, converted)
 
 
-def require_space(size: Size, precision: str, folder: Path) -> str:
+def require_space(size: Size, choice: Choice, folder: Path) -> str:
     """One line on what is needed. Raises QuantizeError if the disk of `folder` has less."""
-    needed = size.disk_bytes(precision)
+    needed = size.disk_bytes(choice)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise QuantizeError(
@@ -83,6 +87,11 @@ def require_space(size: Size, precision: str, folder: Path) -> str:
         f"{size.num_parameters / 1e6:,.0f} million parameters: needs up to {in_units(needed)} of "
         f"disk ({in_units(free)} free) and about {in_units(size.memory_bytes())} of memory"
     )
+
+
+def available_memory() -> int:
+    """Bytes that a new process could take without pushing others out."""
+    return int(psutil.virtual_memory().available)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import numpy as np
 from .decoding import Decoding
 from .errors import QuantizeError
 
-_STEPS = 12
+_STEPS = 48
 _PREFILLS = 4
 
 
@@ -91,12 +91,6 @@ def measure_in_turns(
         name: {key: statistics.median(run[key] for run in found) for key in found[0]}
         for name, found in runs.items()
     }
-
-
-def available_memory() -> int:
-    """Bytes that a new process could take without pushing others out."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    return 1024 * int(found[1]) if found else 1 << 62
 
 
 if __name__ == "__main__":

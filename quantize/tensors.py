@@ -16,16 +16,13 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
-from onnx.external_data_helper import uses_external_data
 
 from . import MODEL_FILE
-from .graph_copy import place_of
+from .data_file import MIN_BYTES, DataFile, set_place
+from .external_data import is_external, place_of
 
 Array = NDArray[np.generic]
 Edit = Callable[[NDArray[np.float32]], NDArray[np.float32]]
-
-_ALIGNMENT = 4096  # a memory page: ONNX Runtime maps the file
-_MIN_BYTES = 1024  # smaller tensors stay in the graph: ONNX Runtime reads shapes before any file
 
 
 class Weights:
@@ -73,14 +70,15 @@ class Weights:
     def stored(self, name: str) -> Array:
         """As in the file, without edits; a view of it if it lies outside the graph."""
         tensor = self._tensor(name)
-        if uses_external_data(tensor):
+        if is_external(tensor):
             array = read_outside(tensor, self._folder)
         else:
             array = numpy_helper.to_array(tensor)
         return array.T if name in self._transposed else array
 
     def _tensor(self, name: str) -> TensorProto:
-        return self._tensors[self._transposed.get(name, name)]
+        tensor: TensorProto = self._tensors[self._transposed.get(name, name)]
+        return tensor
 
     def read(self, name: str) -> NDArray[np.float32]:
         """In fp32, with its edits."""
@@ -106,10 +104,11 @@ class WeightWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._data = DataFile(folder)
         self._tensors: dict[str, TensorProto] = {}
 
     def __enter__(self) -> WeightWriter:
-        self._data = (self._folder / f"{MODEL_FILE}.data").open("wb")
+        self._data.__enter__()
         return self
 
     def __exit__(
@@ -118,14 +117,14 @@ class WeightWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._data.close()
+        self._data.__exit__(kind, error, traceback)
 
     def add(self, name: str, array: Array) -> str:
         """Writes a weight; a name that has been written already is left as it is. The name."""
         if name in self._tensors:
             return name
         array = np.ascontiguousarray(array)
-        if array.nbytes < _MIN_BYTES:
+        if array.nbytes < MIN_BYTES:
             self._tensors[name] = numpy_helper.from_array(array, name)
             return name
         tensor = TensorProto(name=name, dims=array.shape)
@@ -136,13 +135,7 @@ class WeightWriter:
 
     def place(self, tensor: TensorProto, array: Array) -> None:
         """Writes `array` into the data file, and into `tensor` where it lies."""
-        self._data.write(bytes(-self._data.tell() % _ALIGNMENT))
-        place = (f"{MODEL_FILE}.data", self._data.tell(), array.nbytes)
-        del tensor.external_data[:]
-        for key, value in zip(("location", "offset", "length"), place, strict=True):
-            tensor.external_data.add(key=key, value=str(value))
-        tensor.data_location = TensorProto.EXTERNAL
-        self._data.write(np.ascontiguousarray(array).data)
+        set_place(tensor, *self._data.write([np.ascontiguousarray(array).data]))
 
     def save(self, model: onnx.ModelProto) -> None:
         """Writes the graph of `model`, which has no weights of its own, with those added so far."""

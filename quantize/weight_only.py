@@ -68,7 +68,12 @@ class WeightOnly:
         ]
         if not is_symmetric:
             inputs.append(writer.add(f"{name}/zero_points", blocks.zero_points))
-        attributes = {"K": num_inputs, "N": num_outputs, "bits": bits, "block_size": BLOCK_SIZE}
+        attributes: dict[str, Any] = {
+            "K": num_inputs,
+            "N": num_outputs,
+            "bits": bits,
+            "block_size": BLOCK_SIZE,
+        }
         if not self._is_for_cuda:
             attributes["accuracy_level"] = ACCURACY_LEVEL
         return [

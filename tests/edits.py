@@ -13,10 +13,9 @@ import onnx
 from numpy.typing import NDArray
 
 from quantize import MODEL_FILE
-from quantize.external_data import all_tensors
+from quantize.data_file import DATA_FILE
+from quantize.graph_file import all_tensors
 from quantize.hashes import file_table
-
-DATA_FILE = f"{MODEL_FILE}.data"
 
 
 def copy_of(good: Path, folder: Path, **record: Any) -> Path:

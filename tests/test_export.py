@@ -16,13 +16,8 @@ from quantize.__main__ import main
 from quantize.export import export_fused
 from quantize.record import tool_versions
 
+from .edits import edit_json
 from .tiny import make_llama
-
-
-def edit_config(folder: Path, **fields: Any) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    return folder
 
 
 def run_quantize(*arguments: str) -> Result:
@@ -71,7 +66,8 @@ def test_command_builds_a_whole_folder_and_nothing_else(tmp_path: Path) -> None:
 def test_model_that_would_come_out_wrong_is_refused_and_leaves_nothing(
     fields: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
-    source = edit_config(make_llama(tmp_path / "source"), **fields)
+    source = make_llama(tmp_path / "source")
+    edit_json(source / "config.json", **fields)
     output = tmp_path / "out" / "tiny"
     result = run_quantize(str(source), "--output", str(output))
     assert result.exit_code == 2

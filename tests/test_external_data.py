@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import onnx
 import pytest
 from onnx import AttributeProto, TensorProto, helper
 
-from quantize.external_data import all_nodes, external_tensors
+from app.errors import UnservableModel
+from app.graph import read_graph
+from quantize.errors import QuantizeError
+from quantize.external_data import external_tensors, place_of
+from quantize.graph_file import all_nodes, load_graph
 
 
 def outside(location: str, **entries: int) -> TensorProto:
@@ -90,13 +95,13 @@ def test_size_is_that_of_shape_and_type(kind: int, num_bytes: int) -> None:
 @pytest.mark.parametrize("entries", [{"offset": -8}, {"length": -1}], ids=str)
 def test_negative_place_is_refused(entries: dict[str, int]) -> None:
     model = helper.make_model(graph(weights=(outside("w", **entries),)))
-    with pytest.raises(ValueError, match="w in w has a negative"):
+    with pytest.raises(QuantizeError, match="w in w has a negative"):
         external_tensors(model)
 
 
 def test_tensor_outside_without_a_file_name_is_refused() -> None:
     weight = outside("")
-    with pytest.raises(ValueError, match="no file is named"):
+    with pytest.raises(QuantizeError, match="no file is named"):
         external_tensors(helper.make_model(graph(weights=(weight,))))
 
 
@@ -106,3 +111,30 @@ def test_nodes_of_nested_graphs_and_functions_are_counted() -> None:
     function = helper.make_function("mine", "F", [], ["c"], [constant("f")], [])
     model = helper.make_model(graph(node), functions=[function])
     assert [n.op_type for n in all_nodes(model)] == ["If", "Constant", "Constant"]
+
+
+def test_length_that_is_not_that_of_the_shape_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "w").write_bytes(bytes(100))
+    place_of(outside("w", length=16), tmp_path)
+    with pytest.raises(QuantizeError, match="w needs 16 bytes by its shape, and 12 are stated"):
+        place_of(outside("w", length=12), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        (b"\xff" * 100, r"not an ONNX graph, or cut short \(100 bytes\)"),
+        (b"", r"holds no graph \(0 bytes\)"),
+    ],
+    ids=["pointer", "other bytes", "empty"],
+)
+def test_file_that_is_no_graph_is_refused_in_the_servers_words(
+    content: bytes, says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+    with pytest.raises(QuantizeError, match=says):
+        load_graph(path)
+    with pytest.raises(UnservableModel, match=says):
+        read_graph(tmp_path)

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from app.errors import UnservableModel
+from app.external_data import find_data_problems
 from app.folder import find_graph, read_context_length, read_io_names
 from app.graph import read_graph
 from app.model import OnnxModel
 from app.sequence import PrefillChunk, StepPlan
-from app.weights import find_data_problems
 
 from .conftest import TinyModel
 from .edits import copy_edited, copy_of
@@ -159,10 +159,10 @@ def test_data_file_of_any_name_is_followed(tmp_path: Path, location: str) -> Non
     assert problems_of(tmp_path) == []
     data.write_bytes(bytes(799))
     [problem] = problems_of(tmp_path)
-    assert f"{location!r} is cut short: 799 bytes of at least 800" in problem
+    assert f"{location} is cut short: it has 799 bytes, the graph needs 800" in problem
     data.rename(tmp_path / "renamed")
     [problem] = problems_of(tmp_path)
-    assert f"{location!r} is missing" in problem
+    assert f"data file {location} is missing" in problem
     (tmp_path / "renamed").unlink()
     assert problems_of(tmp_path) == [problem]
 
@@ -172,7 +172,7 @@ def test_tensor_without_a_length_is_as_long_as_its_elements(tmp_path: Path) -> N
     model = helper.make_model(helper.make_graph([], "g", [], [], initializer=[tensor]))
     (tmp_path / "w").write_bytes(bytes(407))
     [problem] = find_data_problems(model, tmp_path)
-    assert "at least 408" in problem
+    assert "the graph needs 408" in problem
 
 
 def constant(tensor: TensorProto) -> onnx.NodeProto:
@@ -201,7 +201,7 @@ def test_tensor_anywhere_in_the_graph_counts(
     tmp_path: Path, place: Callable[[TensorProto], onnx.ModelProto]
 ) -> None:
     [problem] = find_data_problems(place(external_tensor("t", "w")), tmp_path)
-    assert "'w' is missing" in problem
+    assert "data file w is missing" in problem
 
 
 @pytest.mark.parametrize("location", ["../w", "/etc/passwd", "a/../../w", ""])
@@ -241,7 +241,7 @@ def test_missing_file_is_told_before_anything_slow_is_imported(
     timed = [line for line in run.stderr.splitlines() if line.startswith("import time:")]
     imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in timed}
     assert run.returncode == 1
-    assert "'model.onnx.data' is missing" in run.stderr
+    assert "data file model.onnx.data is missing" in run.stderr
     assert "onnx" in imported
     assert not imported & {"torch", "transformers", "onnxruntime", "optimum"}
 
@@ -370,7 +370,7 @@ def test_one_report_lists_all_that_is_wrong(tiny_llama: TinyModel, tmp_path: Pat
     with pytest.raises(UnservableModel) as raised:
         read_graph(folder)
     report = str(raised.value)
-    assert "'model.onnx.data' is missing" in report
+    assert "data file model.onnx.data is missing" in report
     assert "does not know: pixels" in report
     assert report.count("\n- ") == 2
 

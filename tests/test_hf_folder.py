@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from quantize.checkpoint import INDEX
 from quantize.errors import QuantizeError
-from quantize.hf_folder import INDEX, check_folder
+from quantize.hf_folder import check_folder
 from quantize.onnx_source import find_graph
 
 from .conftest import TinyModel
@@ -107,7 +108,7 @@ def test_pickled_weights_are_refused_with_the_reason(folder: Path) -> None:
 
 def test_config_that_is_no_json_is_named(folder: Path) -> None:
     (folder / "config.json").write_text("{")
-    assert "config.json is not JSON" in refusal(folder)
+    assert "config.json is not valid JSON" in refusal(folder)
 
 
 def test_spoiled_tokenizer_is_found_before_the_export(folder: Path) -> None:

@@ -24,8 +24,9 @@ OWN: dict[str, set[str]] = {
     # the model folder, as far as it can be read without its weights
     "record": {"errors"},
     "folder": {"errors", "record"},
-    "weights": set(),
-    "graph": {"errors", "folder", "weights"},
+    "external_data": set(),
+    "attention": {"errors"},
+    "graph": {"attention", "errors", "external_data", "folder"},
     "context": {"folder", "graph", "record"},
     # one idea each
     "config": {"errors", "folder", "record"},
@@ -66,7 +67,7 @@ DOORS: dict[str, set[str]] = {
     "flask": {"api", "edge"},
     "gevent": {"__main__", "bridge", "edge"},
     "numpy": {"engine", "form", "fused", "model", "portable", "probe", "sampler"},
-    "onnx": {"graph", "weights"},
+    "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"form", "fused", "model"},
     "optimum": {"model"},
     "orjson": {"api", "protocol"},

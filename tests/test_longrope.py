@@ -13,8 +13,8 @@ from quantize.export import read_config
 from quantize.rotary import context_limit, rotary_caches
 
 from .conftest import Build, TinyModel
+from .edits import edit_json
 from .engines import greedy, real_engine, run
-from .test_export import edit_config
 from .test_model import ids_of_length
 from .tiny import TorchReference, make_phi3
 from .tiny_families import ORIGINAL, make_family
@@ -84,7 +84,7 @@ def test_old_names_of_longrope_mean_the_same(
 ) -> None:
     fields = json.loads((phi3_long.source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    edit_config(tmp_path, rope_scaling=fields["rope_scaling"] | {"type": kind})
+    edit_json(tmp_path / "config.json", rope_scaling=fields["rope_scaling"] | {"type": kind})
     limit = context_limit(read_config(tmp_path))
     assert limit is not None and limit[0] == ORIGINAL
 

@@ -21,7 +21,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantize import MODEL_FILE
-from quantize.external_data import all_tensors, external_tensors
+from quantize.external_data import external_tensors
+from quantize.graph_file import all_tensors
 
 from .conftest import Build, TinyModel
 from .edits import edit_json, truncate

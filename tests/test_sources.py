@@ -77,7 +77,7 @@ def test_command_with_an_unknown_model_exits_2_and_leaves_no_folder(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "arguments", [["/nope"], ["--output", "x"], ["a", "--output", "x", "--precision", "int4"]]
+    "arguments", [["/nope"], ["--output", "x"], ["a", "--output", "x", "--precision", "int3"]]
 )
 def test_command_with_wrong_arguments_exits_2(arguments: list[str], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "quantize", *arguments]

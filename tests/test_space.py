@@ -9,15 +9,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
+from quantize import MODEL_FILE
+from quantize.data_file import DATA_FILE
 from quantize.errors import QuantizeError
 from quantize.hf_folder import check_folder
+from quantize.precision import Choice, choose
+from quantize.rewrite import rewrite
 from quantize.space import Size, is_out_of_space, require_space, temporaries_in
 
 from .conftest import TinyModel
 from .test_export import run_quantize
 
+WIDTH, VOCAB = 512, 1000
 BILLION = Size(num_parameters=10**9, num_embedded=10**8, num_bytes=2 * 10**9)
 
 
@@ -33,31 +40,71 @@ def test_too_little_is_refused_with_both_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_free(3 * 10**9, monkeypatch)
-    with pytest.raises(QuantizeError, match=r"about 6\.1 GB of disk .* has 3\.0 GB free"):
-        require_space(BILLION, "int8", tmp_path)
+    with pytest.raises(QuantizeError, match=r"about 5\.6 GB of disk .* has 3\.0 GB free"):
+        require_space(BILLION, choose("int8", "cpu"), tmp_path)
 
 
 def test_enough_is_told_in_one_line_with_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_free(7 * 10**9, monkeypatch)
-    line = require_space(BILLION, "int8", tmp_path)
-    assert line.startswith("1,000 million parameters: needs up to 6.1 GB of disk (7.0 GB free)")
+    line = require_space(BILLION, choose("int8", "cpu"), tmp_path)
+    assert line.startswith("1,000 million parameters: needs up to 5.6 GB of disk (7.0 GB free)")
     assert line.endswith("about 3.5 GB of memory")
 
 
 @pytest.mark.parametrize(
-    ("size", "precision", "gigabytes"),
+    ("size", "choice", "gigabytes"),
     [
-        (BILLION, "fp32", 4.4),  # the graph is moved, not copied
-        (Size(10**9, 10**8, 4 * 10**9, is_converted=True), "fp32", 8.4),
-        (Size(10**9, 10**8, 4 * 10**9, form="portable"), "int8", 8.8),
-        (Size(10**9, 10**8, 4 * 10**9, is_exported=False), "fp32", 4.0),
+        (BILLION, Choice("fp32", "cpu"), 4.4),  # the graph is moved, not copied
+        (BILLION, Choice("fp16", "cuda"), 2.2),
+        (BILLION, Choice("int8", "cpu"), 4.4 + 1.15),
+        (BILLION, Choice("int8", "cuda"), 2.2 + 1.15),  # made of an fp16 graph
+        (BILLION, Choice("int4", "cpu"), 4.4 + 0.95),
+        (Size(10**9, 10**8, 4 * 10**9, is_converted=True), Choice("fp32", "cpu"), 8.4),
+        (Size(10**9, 10**8, 4 * 10**9, form="portable"), Choice("int8", "cpu"), 8.8),
+        (Size(10**9, 10**8, 4 * 10**9, is_exported=False), Choice("fp32", "cpu"), 4.0),
+        (Size(10**9, 10**8, 4 * 10**9, is_exported=False), Choice("int8", "cpu"), 4.0 + 1.15),
     ],
-    ids=["fused", "converted first", "traced first", "graph already"],
+    ids=lambda value: value.precision if isinstance(value, Choice) else "",
 )
-def test_disk_is_that_of_all_stages_at_once(size: Size, precision: str, gigabytes: float) -> None:
-    assert size.disk_bytes(precision) == pytest.approx(gigabytes * 10**9, abs=0.1 * 10**9)
+def test_disk_is_that_of_all_stages_at_once(size: Size, choice: Choice, gigabytes: float) -> None:
+    assert size.disk_bytes(choice) == pytest.approx(gigabytes * 10**9, abs=0.1 * 10**9)
+
+
+def write_matrices(folder: Path) -> int:
+    """Those of a decoder with tied weights, wide enough that scales weigh as in a real one; how
+    many parameters it has."""
+    shapes = {f"attention.{i}": (WIDTH, WIDTH) for i in range(4)}
+    shapes |= {"mlp.up": (WIDTH, 4 * WIDTH), "mlp.down": (4 * WIDTH, WIDTH), "head": (WIDTH, VOCAB)}
+    weights = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    names = ["ids", *weights]
+    nodes = [helper.make_node("Gather", ["embedding", "ids"], ["/ids"])]
+    nodes += [
+        helper.make_node("MatMul", [f"/{before}", name], [f"/{name}"], f"/{name}")
+        for before, name in zip(names, names[1:], strict=False)
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "decoder",
+        [helper.make_tensor_value_info("ids", TensorProto.INT64, [1, None])],
+        [helper.make_tensor_value_info("/head", TensorProto.FLOAT, [1, None, VOCAB])],
+        [numpy_helper.from_array(array, name) for name, array in weights.items()]
+        + [numpy_helper.from_array(weights["head"].T, "embedding")],
+    )
+    (folder / MODEL_FILE).write_bytes(helper.make_model(graph).SerializeToString())
+    return sum(array.size for array in weights.values())
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_estimate_is_little_more_than_a_build_publishes(precision: str, tmp_path: Path) -> None:
+    choice = choose(precision, "cpu")
+    size = Size(write_matrices(tmp_path), WIDTH * VOCAB, 0, is_exported=False)
+    (tmp_path / "built").mkdir()
+    rewrite(tmp_path, tmp_path / "built", choice.method())
+    published = (tmp_path / "built" / DATA_FILE).stat().st_size
+    estimate = size.disk_bytes(choice) - Size(0, 0, 0, is_exported=False).disk_bytes(choice)
+    assert published <= estimate <= 1.05 * published
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Where a graph's tensors lie outside of its protobuf, and whether those files are whole.
 
-The locations are read out of the protobuf, wherever a tensor stands in it; no name is guessed and
-no weight is read, so a missing file is told at once and by its name.
+Names of data files differ from tool to tool, so none is guessed; no weight is read, so a missing
+file is told at once and by its name.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def _file_problem(folder: Path, location: str, end: int) -> str | None:
     path = PurePosixPath(location)
     # By its name only: in a Hugging Face cache every file is a link to somewhere else.
     if not location or path.is_absolute() or ".." in path.parts:
-        return f"its data file {location!r} lies outside of the folder"
+        return f"data file {location or 'without a name'} lies outside of the folder"
     file = folder / path
     if not file.is_file():
         return (
-            f"its data file {location!r} is missing; it must lie beside the graph, under the name "
-            "that the graph knows it by"
+            f"data file {location} is missing: it must lie beside the graph, under the name that "
+            "the graph knows it by"
         )
     if (size := file.stat().st_size) < end:
-        return f"its data file {location!r} is cut short: {size:,} bytes of at least {end:,}"
+        return f"data file {location} is cut short: it has {size:,} bytes, the graph needs {end:,}"
     return None
 
 
