@@ -12,6 +12,7 @@ import onnxruntime as ort
 import pytest
 import torch
 
+from app.graph import read_graph
 from app.kv_cache import KVCache
 from app.model import OnnxModel
 from app.sequence import PrefillChunk, StepPlan
@@ -51,7 +52,8 @@ def export(name: str, root: Path, dtype: Literal["fp32", "fp16"]) -> Exported:
 
 def load(source: Path, folder: Path) -> Exported:
     context = context_length(read_config(source))
-    model = OnnxModel(ort.InferenceSession(folder / MODEL_FILE), context)
+    session = ort.InferenceSession(folder / MODEL_FILE)
+    model = OnnxModel(session, read_graph(folder), context)
     ids = ids_of_length(min(LONGEST, context))
     return Exported(source, folder, model, ids, TorchReference(source).logits(ids))
 

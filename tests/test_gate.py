@@ -263,7 +263,7 @@ def test_graph_too_large_for_the_memory_is_left_out_of_the_speed_table_with_the_
 ) -> None:
     folders = {"reference": tiny_llama.folder, "quantized": int8}
     sizes = {n: sum(f.stat().st_size for f in p.glob("model.onnx*")) for n, p in folders.items()}
-    monkeypatch.setattr("quantize.speed.available_memory", lambda: sum(sizes.values()))
+    monkeypatch.setattr(gate, "available_memory", lambda: sum(sizes.values()))
     measured, note = gate._measure(folders, 16)
     assert {name: found["bytes"] for name, found in measured.items()} == sizes
     assert len(measured["reference"]) == 1

@@ -263,7 +263,7 @@ def test_info_says_what_is_served(server: LiveServer) -> None:
     assert (info["form"], info["precision"]) == ("fused", "fp32")
     assert info["provider"] == "CPUExecutionProvider"
     assert (info["max_model_len"], info["max_batch_size"]) == (CONTEXT, 32)
-    assert (info["context_length"], info["probe"]) == (CONTEXT, "none")
+    assert (info["context_length"], info["probe"]) == (CONTEXT, "passed")
     assert (info["precision_mismatch"], info["warnings"]) == (False, [])
 
 
