@@ -52,7 +52,8 @@ def export(name: str, root: Path, dtype: Literal["fp32", "fp16"]) -> Exported:
 
 def load(source: Path, folder: Path) -> Exported:
     context = context_length(read_config(source))
-    model = OnnxModel(ort.InferenceSession(folder / MODEL_FILE), read_graph(folder), context)
+    session = ort.InferenceSession(folder / MODEL_FILE)
+    model = OnnxModel(session, read_graph(folder), context)
     ids = ids_of_length(min(LONGEST, context))
     return Exported(source, folder, model, ids, TorchReference(source).logits(ids))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import re
@@ -33,7 +32,7 @@ from quantize.weight_only import WeightOnly
 from .commands import run_quantize
 from .conftest import Build, TinyModel
 from .live import ROOT
-from .tiny import make_phi3
+from .tiny import make_llama
 from .tiny_tokenizers import byte_level_tokenizer
 
 # Of 464 tokens: on fewer, a near tie of a random model's first two tokens counts for much.
@@ -122,38 +121,23 @@ def test_graph_that_is_beyond_measure_falls_short_and_does_not_raise(
     assert INT8_FLOOR.shortfalls(compare(tiny_llama.folder, wild, IDS))
 
 
-# FR10
-OUTLIER = 100.0
-
-
 @pytest.fixture(scope="module")
 def with_outlier(build_folder: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Phi-3 of the very same function, one channel of which is 100 times as large behind every
-    norm, and as much smaller in the matrices that read it."""
-    source = make_phi3(tmp_path_factory.mktemp("outlier"))
+    """In front of every MLP, one channel is 100 times as large as the others (FR10)."""
+    source = make_llama(tmp_path_factory.mktemp("outlier"))
     weights = load_file(source / "model.safetensors")
-    for name, weight in weights.items():
-        if name.endswith("norm.weight"):
-            weight[9] *= OUTLIER
-        elif any(word in name for word in ("qkv_proj", "gate_up_proj", "lm_head")):
-            weight[:, 9] /= OUTLIER
+    for layer in (0, 1):
+        weights[f"model.layers.{layer}.post_attention_layernorm.weight"][9] *= 100
     save_file(weights, source / "model.safetensors", {"format": "pt"})
     return build_folder(source, "fp32")
 
 
-PLAIN_WEIGHT_ONLY = functools.partial(WeightOnly, is_for_cuda=True)
-
-
 @pytest.mark.parametrize(
-    ("method", "passes"),
-    [(Dynamic, False), (PerToken, True), (PLAIN_WEIGHT_ONLY, True)],
-    ids=["one scale for all", "per token", "weight-only"],
+    ("method", "passes"), [(Dynamic, False), (PerToken, True), (WeightOnly, True)]
 )
 def test_one_channel_that_sticks_out_fails_with_one_scale_for_all_and_passes_else(
     method: Any, passes: bool, with_outlier: Path, tmp_path: Path
 ) -> None:
-    """Weight-only without the CPU kernel's own rounding, whose blocks of 32 are half of the
-    channels here."""
     rewrite(with_outlier, tmp_path, method)
     quality = compare(with_outlier, tmp_path, IDS)
     # The first two tokens of a random model are closer than a trained one's.
@@ -279,7 +263,7 @@ def test_graph_too_large_for_the_memory_is_left_out_of_the_speed_table_with_the_
 ) -> None:
     folders = {"reference": tiny_llama.folder, "quantized": int8}
     sizes = {n: sum(f.stat().st_size for f in p.glob("model.onnx*")) for n, p in folders.items()}
-    monkeypatch.setattr("quantize.gate.available_memory", lambda: sum(sizes.values()))
+    monkeypatch.setattr(gate, "available_memory", lambda: sum(sizes.values()))
     measured, note = gate._measure(folders, 16)
     assert {name: found["bytes"] for name, found in measured.items()} == sizes
     assert len(measured["reference"]) == 1

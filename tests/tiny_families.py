@@ -174,6 +174,8 @@ PORTABLE_SHAPES: dict[str, dict[str, Any]] = {
         "n_embd": 64,
         "n_layer": 2,
         "n_head": 4,
+        "bos_token_id": 262,  # the tokenizer's
+        "eos_token_id": 262,
         "initializer_range": 0.15,
     },
     "opt": {**_PORTABLE_SHAPE, "ffn_dim": 160, "word_embed_proj_dim": 64, "init_std": 0.15},
