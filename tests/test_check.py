@@ -192,6 +192,18 @@ def test_window_as_wide_as_the_context_needs_no_window_in_the_graph(folder: Path
     assert told(check_folder(folder, fast=True), "error") == []
 
 
+def test_window_that_hugging_face_does_not_use_is_not_asked_for(
+    tiny_llama: TinyModel, tmp_path: Path
+) -> None:
+    """Llama's modeling code has no window, whatever config.json says."""
+    folder = copy_with_hashes(tiny_llama.folder, tmp_path / "folder")
+    edit_json(folder / "quantization.json", files=None)
+    edit_json(folder / "config.json", sliding_window=32)
+    report = check_folder(folder, fast=True)
+    assert told(report, "error") == []
+    assert any(line.startswith("window: local_window_size -1") for line in told(report, "ok"))
+
+
 def set_windows(model: onnx.ModelProto, window: int) -> None:
     for node in model.graph.node:
         if node.op_type == "GroupQueryAttention":
