@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import onnx
@@ -91,12 +91,19 @@ def check_table(folder: ModelFolder, report: Report, *, fast: bool) -> set[str]:
         return set()
     before = report.count("error")
     for name, entry in table.items():
-        if not report.blames(name):
+        if _is_outside(name):
+            text = f"{RECORD_FILE} names {name}, which lies outside of the folder"
+            report.error("hashes", text, RECORD_FILE)
+        elif not report.blames(name):
             _check_entry(folder.path / name, name, entry, report, fast=fast)
     if report.count("error") == before:
         what = "sizes" if fast else "sizes and SHA-256"
         report.ok("hashes", f"{what} of {len(table)} files are those of {RECORD_FILE}")
     return set(table)
+
+
+def _is_outside(name: str) -> bool:
+    return PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts
 
 
 def _check_entry(path: Path, name: str, entry: Any, report: Report, *, fast: bool) -> None:

@@ -9,12 +9,10 @@ from typing import Any
 import onnx
 from onnxruntime.capi import onnxruntime_pybind11_state as runtime
 
-from .graph_facts import GraphFacts, operator_names
+from .graph_facts import GraphFacts, form_problems, operator_names
 from .model_folder import GENAI_FILE, ModelFolder
 from .report import Report
 
-_SERVED_INPUTS = {"input_ids", "attention_mask", "position_ids"}
-_SERVED_KV_TYPES = ({"float"}, {"float16"})
 # Without a CUDA kernel, or with one for few types (MatMulInteger: int8 times int8).
 _CPU_ONLY = {
     *("DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"),
@@ -52,28 +50,8 @@ def check_operators(model: onnx.ModelProto, report: Report) -> None:
 def check_form(facts: GraphFacts, folder: ModelFolder, report: Report) -> None:
     """Inputs and outputs are those of a decoder with a KV cache."""
     before = report.count("error")
-    if missing := {"input_ids", "attention_mask"} - facts.inputs.keys():
-        report.error("graph", f"it lacks the inputs {', '.join(sorted(missing))}")
-    if not facts.past:
-        report.error("graph", "it has no past_key_values inputs: exported without a KV cache")
-    unknown = facts.inputs.keys() - _SERVED_INPUTS - {value.name for value in facts.past}
-    if unknown:
-        report.error("graph", f"nothing is known to feed its inputs {', '.join(sorted(unknown))}")
-    layers = range(facts.num_layers)
-    pasts = {f"past_key_values.{i}.{kind}" for i in layers for kind in ("key", "value")}
-    if missing := pasts - facts.inputs.keys():
-        report.error(
-            "graph", f"its layers are not 0, 1, 2 …: it lacks {', '.join(sorted(missing))}"
-        )
-    wanted = {"logits", *(v.name.replace("past_key_values", "present") for v in facts.past)}
-    if missing := wanted - facts.outputs.keys():
-        report.error("graph", f"it lacks the outputs {', '.join(sorted(missing))}")
-    for name in _SERVED_INPUTS & facts.inputs.keys():
-        if (kind := facts.inputs[name].type) != "int64":
-            report.error("graph", f"{name} has type {kind}; int64 is expected")
-    if facts.past and facts.kv_types not in _SERVED_KV_TYPES:
-        found = ", ".join(sorted(facts.kv_types))
-        report.error("graph", f"keys and values have type {found}; one of float, float16 is served")
+    for problem in form_problems(facts):
+        report.error("graph", problem)
     if (stated := folder.record.get("form")) not in (None, facts.form):
         report.error("graph", f"quantization.json calls it {stated}, but it is {facts.form}")
     if report.count("error") == before:
@@ -120,9 +98,9 @@ def _expectations(folder: ModelFolder) -> dict[str, dict[str, int | None]]:
     if folder.config is not None:
         config = folder.config.get_text_config()
         heads = getattr(config, "num_attention_heads", None)
-        size = getattr(config, "head_dim", None)
-        if size is None and heads:
-            size = config.hidden_size // heads
+        size, hidden = getattr(config, "head_dim", None), getattr(config, "hidden_size", None)
+        if size is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            size = hidden // heads
         expected["config.json"] = {
             "layers": getattr(config, "num_hidden_layers", None),
             "KV heads": getattr(config, "num_key_value_heads", None) or heads,
@@ -131,7 +109,7 @@ def _expectations(folder: ModelFolder) -> dict[str, dict[str, int | None]]:
         }
     if folder.genai:
         model = folder.genai_model
-        decoder: dict[str, Any] = model.get("decoder") or {}
+        decoder: dict[str, Any] = found if isinstance(found := model.get("decoder"), dict) else {}
         expected[GENAI_FILE] = {
             "layers": decoder.get("num_hidden_layers"),
             "KV heads": decoder.get("num_key_value_heads"),

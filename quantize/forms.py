@@ -73,7 +73,7 @@ def _check_portable(model_type: str, values: Mapping[str, Any]) -> None:
             f"to export the model type {model_type!r}, transformers "
             f"{export.MIN_TRANSFORMERS_VERSION} or newer is needed"
         )
-    if problem := _cache_problem(inputs, past) or _known_problem(model_type, values):
+    if problem := _cache_problem(inputs, past) or known_problem(model_type, values):
         raise QuantizeError(
             f"the model type {model_type!r} would come out as a graph that cannot be served: "
             f"{problem}. {_supported()}"
@@ -99,14 +99,18 @@ def _cache_problem(inputs: Mapping[str, Mapping[int, str]], past: Any) -> str | 
     return None
 
 
-def _known_problem(model_type: str, config: Mapping[str, Any]) -> str | None:
+def known_problem(model_type: str, config: Mapping[str, Any]) -> str | None:
+    """What the portable form of a model would get wrong, whoever exports it."""
     if model_type == "falcon" and config.get("new_decoder_architecture"):
         return "optimum exports its grouped heads with a cache of the wrong size"
-    scaling = config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if kind in ("dynamic", "longrope"):
+    if (kind := rope_kind(config)) in ("dynamic", "longrope"):
         return f"tracing freezes its rope_scaling {kind!r}, which changes with the length"
     return None
+
+
+def rope_kind(config: Mapping[str, Any]) -> Any:
+    scaling = config.get("rope_scaling")
+    return scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
 
 
 def _unknown(config: Mapping[str, Any]) -> str:

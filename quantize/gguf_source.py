@@ -16,6 +16,9 @@ from .space import Size
 # GGUF's name of an architecture -> the model type that transformers makes of it, if another.
 _MODEL_TYPES = {"gemma3": "gemma3_text", "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
 
+# Where one is missing, transformers would take the size of a default model.
+_SIZES = ("block_count", "embedding_length")
+
 
 def check_gguf(gguf: Path) -> tuple[Form, Size]:
     """Raises QuantizeError if the file is not whole, transformers cannot read its model, or neither
@@ -36,6 +39,11 @@ def check_gguf(gguf: Path) -> tuple[Form, Size]:
             f"{gguf.name} holds the architecture {architecture!r}; from GGUF transformers reads "
             f"{', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}: give the HF folder instead"
         )
+    for name in _SIZES:
+        if (size := f"{architecture}.{name}") not in reader.fields:
+            raise QuantizeError(
+                f"{gguf.name} lacks {size}: it is no whole model. Give the HF folder instead"
+            )
     counts = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     embedded = counts.get("token_embd.weight", 0)
     num_bytes = 4 * sum(counts.values())  # as torch holds it
@@ -54,7 +62,8 @@ def _config(model_type: str) -> dict[str, Any]:
 
 @contextmanager
 def converted(gguf: Path, scratch: Path) -> Iterator[Path]:
-    """A GGUF file dequantized to an fp32 HF folder, in `scratch`."""
+    """A GGUF file dequantized to an fp32 HF folder, in `scratch`. Raises QuantizeError if
+    something is missing in it."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -63,9 +72,14 @@ def converted(gguf: Path, scratch: Path) -> Iterator[Path]:
     tokenizer = tokenizer_from_gguf(gguf)
     folder = Path(tempfile.mkdtemp(dir=scratch, prefix="gguf-"))
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
-        )
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
+            )
+        except Exception as error:  # KeyError and more, for what the file lacks
+            raise QuantizeError(
+                f"transformers cannot read {gguf.name}: {error!r}. Give the HF folder instead"
+            ) from error
         for config in (model.config, model.generation_config):
             config.bos_token_id = tokenizer.bos_token_id
             config.eos_token_id = tokenizer.eos_token_id

@@ -25,10 +25,11 @@ _PRE_TOKENIZERS = {
 
 
 def tokenizer_from_gguf(path: Path) -> PreTrainedTokenizerFast:
-    """Raises QuantizeError for a tokenizer whose pre-tokenization is not known here."""
+    """Raises QuantizeError for a tokenizer whose pre-tokenization is not known here, or that lacks
+    what it is made of."""
     try:
         meta = {name: field.contents() for name, field in GGUFReader(path).fields.items()}
-    except ValueError as error:
+    except (ValueError, IndexError, KeyError) as error:
         raise QuantizeError(f"{path} is not a whole GGUF file: {error}") from error
     kind, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")
     if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
@@ -36,6 +37,16 @@ def tokenizer_from_gguf(path: Path) -> PreTrainedTokenizerFast:
             f"{path.name} has a tokenizer of kind {kind!r}, pre-tokenizer {pre!r}; from GGUF only "
             f"'gpt2' with {sorted(_PRE_TOKENIZERS)} is built exactly: give the HF folder instead"
         )
+    try:
+        return _built(meta, pre)
+    except Exception as error:  # of tokenizers, too: whatever the fields lead to
+        reason = f"{error} is missing" if isinstance(error, KeyError) else repr(error)
+        raise QuantizeError(
+            f"the tokenizer in {path.name} cannot be built: {reason}. Give the HF folder instead"
+        ) from error
+
+
+def _built(meta: dict[str, Any], pre: str) -> PreTrainedTokenizerFast:
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
     merges = [tuple(line.split(" ")) for line in meta["tokenizer.ggml.merges"]]
     vocabulary = {token: id_ for id_, token in enumerate(tokens)}

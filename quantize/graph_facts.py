@@ -1,11 +1,13 @@
 """What a decoder graph says of itself: form, cache inputs, heads, vocabulary, types.
 
-Read from the graph's inputs, outputs and attention nodes, whatever config.json claims.
+Read from the graph's inputs, outputs and attention nodes, whatever config.json claims. Here, too:
+which inputs and outputs cannot be served, for `check` as for an export that is to be quantized.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +19,8 @@ from .graph_file import all_nodes
 _PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 _ATTENTION = "GroupQueryAttention"
 _COS_CACHE_INPUT = 7  # of GroupQueryAttention
+_SERVED_INPUTS = {"input_ids", "attention_mask", "position_ids"}
+_SERVED_KV_TYPES = ({"float"}, {"float16"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,35 @@ def graph_facts(model: onnx.ModelProto) -> GraphFacts:
         windows=_windows(attention),
         cos_cache_length=_cos_cache_length(model, attention),
     )
+
+
+def form_problems(facts: GraphFacts) -> list[str]:
+    """What of its inputs and outputs is not that of a decoder with a KV cache."""
+    problems = []
+    if missing := {"input_ids", "attention_mask"} - facts.inputs.keys():
+        problems.append(f"it lacks the inputs {_listed(missing)}")
+    if not facts.past:
+        problems.append("it has no past_key_values inputs: exported without a KV cache")
+    if unknown := facts.inputs.keys() - _SERVED_INPUTS - {value.name for value in facts.past}:
+        problems.append(f"nothing is known to feed its inputs {_listed(unknown)}")
+    layers = range(facts.num_layers)
+    pasts = {f"past_key_values.{i}.{kind}" for i in layers for kind in ("key", "value")}
+    if missing := pasts - facts.inputs.keys():
+        problems.append(f"its layers are not 0, 1, 2 …: it lacks {_listed(missing)}")
+    wanted = {"logits", *(v.name.replace("past_key_values", "present") for v in facts.past)}
+    if missing := wanted - facts.outputs.keys():
+        problems.append(f"it lacks the outputs {_listed(missing)}")
+    for name in sorted(_SERVED_INPUTS & facts.inputs.keys()):
+        if (kind := facts.inputs[name].type) != "int64":
+            problems.append(f"{name} has type {kind}; int64 is expected")
+    if facts.past and facts.kv_types not in _SERVED_KV_TYPES:
+        found = _listed(facts.kv_types)
+        problems.append(f"keys and values have type {found}; one of float, float16 is served")
+    return problems
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
 
 
 def _value(proto: onnx.ValueInfoProto) -> Value:

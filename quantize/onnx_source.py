@@ -7,8 +7,10 @@ beside it, or above its `onnx` folder, lie config.json and the tokenizer.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 from onnx import TensorProto
@@ -16,7 +18,8 @@ from onnx import TensorProto
 from . import MODEL_FILE
 from .errors import QuantizeError
 from .external_data import external_places, is_external
-from .forms import Dtype, Form
+from .forms import Dtype, Form, known_problem, rope_kind
+from .graph_facts import Value, form_problems, graph_facts
 from .graph_file import all_tensors, load_graph
 from .hf_folder import check_tokenizer, embedded, read_config_json
 from .space import Size
@@ -67,6 +70,7 @@ def check_onnx(graph: Path) -> Export:
     config = read_config_json(folder, f"{folder} cannot be used with {graph.name}")
     model = load_graph(graph)
     form, dtype = form_of(model, graph), dtype_of(model, graph)
+    _refuse_frozen(form, config, graph)
     _check_layers(model, folder, graph)
     places = external_places(model, graph.parent)
     check_tokenizer(folder)
@@ -89,32 +93,33 @@ def dtype_of(model: onnx.ModelProto, graph: Path) -> Dtype:
 
 def form_of(model: onnx.ModelProto, graph: Path) -> Form:
     """Raises QuantizeError, saying what was found, for a graph that cannot be used."""
-    weights = {tensor.name for tensor in model.graph.initializer}
-    inputs = {value.name: value for value in model.graph.input if value.name not in weights}
+    facts = graph_facts(model)
     operators = {node.op_type for node in model.graph.node}
     problems = []
     if found := sorted(operators & _QUANTIZED):
         problems.append(f"it is quantized already ({', '.join(found)})")
-    if not {"input_ids", "attention_mask"} <= inputs.keys():
-        problems.append("it lacks the inputs input_ids and attention_mask")
-    if "use_cache_branch" in inputs:
+    if "use_cache_branch" in facts.inputs:
         problems.append("it is two graphs merged by use_cache_branch, optimum's older form")
-    caches = [name for name in inputs if name.startswith("past_key_values.")]
-    if not caches:
-        problems.append("it has no past_key_values inputs (exported without a KV cache)")
-    elif any(not _is_cache(inputs[name]) for name in caches):
+    problems += form_problems(facts)
+    if not all(_is_cache(value) for value in facts.past):
         problems.append("its cache is not laid out as (rows, heads, tokens, head_dim)")
-    is_fused = "GroupQueryAttention" in operators
-    if not is_fused and "position_ids" not in inputs:
+    if facts.form == "portable" and "position_ids" not in facts.inputs:
         problems.append("it takes no position_ids, so the positions of its tokens cannot be told")
     if problems:
         raise QuantizeError(f"{graph} cannot be used: {'; '.join(problems)}")
-    return "fused" if is_fused else "portable"
+    return facts.form
 
 
-def _is_cache(value: onnx.ValueInfoProto) -> bool:
-    dims = value.type.tensor_type.shape.dim
-    return len(dims) == 4 and all(dims[axis].dim_value > 0 for axis in (1, 3))
+def _is_cache(value: Value) -> bool:
+    return len(value.dims) == 4 and all((value.dims[axis] or 0) > 0 for axis in (1, 3))
+
+
+def _refuse_frozen(form: Form, config: Mapping[str, Any], graph: Path) -> None:
+    """What tracing has frozen in the graph. Longrope is right up to a length, and capped there."""
+    if form == "fused" or rope_kind(config) == "longrope":
+        return
+    if problem := known_problem(str(config.get("model_type")), config):
+        raise QuantizeError(f"{graph} cannot be used: {problem}")
 
 
 def _check_layers(model: onnx.ModelProto, folder: Path, graph: Path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,30 +39,44 @@ def export_portable(source: Path, folder: Path, on_stage: Callable[[str], None])
     on_stage("loading the weights")
     model = _load(source)
     rows = _rows(model.config)
-    expected = [_torch_logits(model, row) for row in rows]
+    with _refusing("torch cannot run it"):
+        expected = [_torch_logits(model, row) for row in rows]
     with tempfile.TemporaryDirectory(dir=folder, prefix="traced-") as scratch:
         on_stage("tracing")
-        _trace(model, Path(scratch) / MODEL_FILE)
+        with _refusing("optimum's export fails"):
+            _trace(model, Path(scratch) / MODEL_FILE)
         del model  # as large as the files that are written now
         on_stage("writing the weights")
         copy_graph(Path(scratch) / MODEL_FILE, folder)
     on_stage("comparing with torch")
-    _compare(_Graph(folder / MODEL_FILE), rows, expected)
+    with _refusing("ONNX Runtime cannot load the exported graph"):
+        graph = _Graph(folder / MODEL_FILE)
+    _compare(graph, rows, expected)
 
 
 def _load(source: Path) -> Any:
     """Raises QuantizeError if a weight is missing. Which they are is known to transformers alone:
     many checkpoints lack a prefix of the model's names."""
-    model, found = AutoModelForCausalLM.from_pretrained(
-        source,
-        dtype=torch.float32,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    with _refusing(f"{source} cannot be loaded"):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     refuse_missing(source, found["missing_keys"])
     return model.eval()
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Raises QuantizeError, which begins with `what`, for whatever is raised inside."""
+    try:
+        yield
+    except Exception as error:  # of transformers, torch, optimum and ONNX Runtime
+        raise QuantizeError(f"{what}: {error or repr(error)}") from error
 
 
 def _trace(model: Any, target: Path) -> None:
@@ -116,9 +131,10 @@ def _compare(graph: _Graph, rows: list[list[int]], expected: list[NDArray[np.flo
     for index, row in enumerate(rows):
         ids[index, width - len(row) + 1 :] = row[:-1]
         mask[index, width - len(row) + 1 :] = 1
-    first = graph.run(ids, mask)
     last = np.array([row[-1:] for row in rows], np.int64)
-    second = graph.run(last, np.concatenate([mask, np.ones_like(last)], axis=1))
+    with _refusing("ONNX Runtime cannot run the exported graph"):
+        first = graph.run(ids, mask)
+        second = graph.run(last, np.concatenate([mask, np.ones_like(last)], axis=1))
     for index, wanted in enumerate(expected):
         found = np.stack([first[index], second[index]])
         difference = float(np.abs(found - wanted).max())

