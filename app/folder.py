@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UnservableModel
-from .record import has_record, read_record
+from .record import read_record
 
 GRAPH_FILE = "model.onnx"
 CONFIG_FILE = "config.json"
@@ -108,21 +108,23 @@ def read_claims(folder: Path) -> list[Claims]:
 def read_context_length(folder: Path) -> int:
     """Tokens that the folder promises: the smallest number that one of its files gives.
 
-    A longrope graph that was brought along (no record of ours) is right up to its short context
+    A longrope graph of which no record tells how far it is right is so up to its short context
     only: behind it, a row's cached keys have been turned by other factors than its new ones.
     """
-    claims = read_claims(folder)
-    found = [claim.context_length for claim in claims if claim.context_length is not None]
-    if not found:
+    claims, recorded = read_claims(folder), read_record(folder).context_length
+    numbers = [claim.context_length for claim in claims] + [recorded]
+    if not any(numbers):
+        read = " and ".join(str(folder / claim.file) for claim in claims)
         raise UnservableModel(
-            f"{folder / CONFIG_FILE} does not tell the model's context: "
-            "it has no max_position_embeddings"
+            f"the model's context (max_position_embeddings, n_positions or context_length) is told "
+            f"nowhere: {read or f'neither {CONFIG_FILE} nor {GENAI_FILE}'} was read"
         )
-    if not has_record(folder):
-        found += [claim.short_context for claim in claims if claim.short_context is not None]
-    if min(found) < 2:
-        raise UnservableModel(f"{folder}: a context of {min(found)} tokens leaves no room")
-    return read_record(folder).cap(min(found))
+    if recorded is None:
+        numbers += [claim.short_context for claim in claims]
+    smallest = min(number for number in numbers if number is not None)
+    if smallest < 2:
+        raise UnservableModel(f"{folder}: a context of {smallest} tokens leaves no room")
+    return smallest
 
 
 def read_io_names(folder: Path) -> IoNames:

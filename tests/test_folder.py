@@ -117,6 +117,38 @@ def test_context_is_read_from_genai_config_and_the_smaller_one_holds(tmp_path: P
     assert read_context_length(folder) == 2048
 
 
+@pytest.mark.parametrize(
+    ("limit", "context", "served"),
+    [(None, 131072, 131072), (4096, 131072, 4096), (4096, 4096, 4096), (4096, 2048, 2048)],
+)
+def test_lower_context_of_config_and_record_is_served(
+    tmp_path: Path, limit: int | None, context: int, served: int
+) -> None:
+    record = {} if limit is None else {"context_length": limit}
+    config = {"max_position_embeddings": context}
+    assert read_context_length(write(tmp_path, config=config, quantization=record)) == served
+
+
+def test_record_alone_may_tell_the_context(tmp_path: Path) -> None:
+    folder = write(tmp_path, config={}, quantization={"context_length": 64})
+    assert read_context_length(folder) == 64
+
+
+@pytest.mark.parametrize(
+    ("files", "read"),
+    [
+        ({}, "neither config.json nor genai_config.json was read"),
+        ({"config": {}}, "nowhere: .*/config.json was read"),
+        ({"genai_config": {"model": {"type": "phi"}}}, "nowhere: .*/genai_config.json was read"),
+    ],
+)
+def test_files_that_do_not_tell_the_context_are_named(
+    tmp_path: Path, files: dict[str, object], read: str
+) -> None:
+    with pytest.raises(UnservableModel, match=read):
+        read_context_length(write(tmp_path, **files))
+
+
 def test_names_of_inputs_are_read_from_genai_config(tmp_path: Path) -> None:
     decoder = {"inputs": {"past_key_names": "past_%d_k"}, "outputs": {"logits": "scores"}}
     names = read_io_names(write(tmp_path, genai_config={"model": {"decoder": decoder}}))

@@ -209,6 +209,14 @@ def test_longrope_folder_is_served_up_to_its_short_context(
     assert f"{CONTEXT} tokens, of which 32 are served" in warning
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_record_that_tells_no_context_does_not_lift_the_short_one(
+    longrope: Path, bring: Bring, tmp_path: Path, name: str
+) -> None:
+    folder = copy_of(bring(MAKERS[name], longrope), tmp_path / "copy", name="x")
+    assert OnnxModel.load(folder, "cpu", num_threads=1).context_length == 32
+
+
 def test_limit_beyond_a_graphs_short_context_is_refused_by_name(
     longrope: Path, bring: Bring
 ) -> None:
