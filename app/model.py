@@ -73,15 +73,16 @@ class OnnxModel:
         graph = graph or read_graph(folder)
         context_length = served_context(folder, graph)
         provider = _choose_provider(device)
+        torch.set_num_threads(num_threads)  # torch copies rows, in this thread
         session = _open(folder, graph, provider, num_threads)
         model = cls(session, graph, context_length)
-        model._form.check()
         model.warnings = provider_warnings(provider, model.provider)
+        if device == "cuda" and model.device.type != "cuda":
+            raise WrongSetting(f"DEVICE=cuda: {model.warnings[0]}")
+        model._form.check()
         model.warnings += context_warnings(folder, context_length)
         model.warnings += window_warnings(folder, graph, context_length)
         model.warnings += filter(None, [model.mismatch])
-        if device == "cuda" and model.device.type != "cuda":
-            raise WrongSetting(f"DEVICE=cuda: {model.warnings[0]}")
         for warning in model.warnings:
             log.warning(warning)
         return model
