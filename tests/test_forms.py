@@ -190,6 +190,39 @@ def test_portable_graph_that_pads_would_mislead_is_refused(
         OnnxModel.load(spoiled, "cpu", num_threads=1)
 
 
+def mask_all_rows_alike(model: onnx.ModelProto) -> None:
+    """As an export that was traced with one row."""
+    for node in model.graph.node:
+        node.input[:] = ["alike" if name == "attention_mask" else name for name in node.input]
+    make, int64 = onnx.helper.make_node, onnx.TensorProto.INT64
+    model.graph.initializer.append(onnx.helper.make_tensor("first_row", int64, [1], [0]))
+    nodes = [
+        make("Gather", ["attention_mask", "first_row"], ["mask_of_first"], axis=0),
+        make("Shape", ["attention_mask"], ["mask_shape"]),
+        make("Expand", ["mask_of_first", "mask_shape"], ["alike"]),
+    ]
+    for node in reversed(nodes):
+        model.graph.node.insert(0, node)
+
+
+def test_portable_graph_that_knows_one_row_only_is_refused(portable: Path, tmp_path: Path) -> None:
+    spoiled = copy_edited(portable, tmp_path / "spoiled", mask_all_rows_alike)
+    with pytest.raises(UnservableModel, match="when rows of different lengths are decoded tog"):
+        OnnxModel.load(spoiled, "cpu", num_threads=1)
+
+
+def give_nan(model: onnx.ModelProto) -> None:
+    for node in model.graph.node:
+        node.output[:] = ["raw" if name == "logits" else name for name in node.output]
+    model.graph.node.append(onnx.helper.make_node("Log", ["raw"], ["logits"]))
+
+
+def test_portable_graph_that_gives_nan_is_refused_as_such(portable: Path, tmp_path: Path) -> None:
+    spoiled = copy_edited(portable, tmp_path / "spoiled", give_nan)
+    with pytest.raises(UnservableModel, match="logits are not finite .* when a prompt is read$"):
+        OnnxModel.load(spoiled, "cpu", num_threads=1)
+
+
 def test_graph_that_cannot_read_a_chunk_is_refused(tiny_llama: TinyModel, tmp_path: Path) -> None:
     """The builder's fp16 graph for the CPU has no GroupQueryAttention."""
     folder = make_genai(tiny_llama.source, tmp_path / "folder", "fp16", "cpu")
