@@ -92,6 +92,17 @@ class OnnxModel:
         """Memory that a token takes while its row runs."""
         return self._form.memory_factor * self.spec.kv.bytes_per_token
 
+    @property
+    def bytes_per_row(self) -> int:
+        """Memory of a row beside its tokens: its logits."""
+        return self.spec.vocab_size * self.spec.logits_dtype.itemsize
+
+    def bytes_of_chunk(self, num_tokens: int) -> int:
+        """Memory of the logits of a prompt's chunk, if the graph gives those of every token."""
+        if self.graph.has_last_logits_only or num_tokens == 1:
+            return 0
+        return num_tokens * self.bytes_per_row
+
     def free_memory(self) -> int:
         """Bytes that the device could still hand out."""
         if self.device.type == "cuda":
