@@ -21,7 +21,7 @@ from onnx import TensorProto, helper
 
 from app.errors import UnservableModel
 from app.external_data import find_data_problems
-from app.folder import find_graph, read_context_length, read_io_names
+from app.folder import find_graph, read_claims, read_context_length, read_io_names
 from app.graph import read_graph
 from app.model import OnnxModel
 from app.sequence import PrefillChunk, StepPlan
@@ -154,6 +154,40 @@ def test_names_of_inputs_are_read_from_genai_config(tmp_path: Path) -> None:
     names = read_io_names(write(tmp_path, genai_config={"model": {"decoder": decoder}}))
     assert (names.past_key, names.past_value) == ("past_%d_k", "past_key_values.%d.value")
     assert (names.logits, names.input_ids) == ("scores", "input_ids")
+
+
+def io_of(**fields: object) -> dict[str, object]:
+    return {"genai_config": {"model": {"decoder": fields}}}
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"config": {"text_config": [1]}}, "config.json: text_config is not an object"),
+        ({"config": {"rope_scaling": "su"}}, "config.json: rope_scaling is not an object"),
+        ({"config": {"layer_types": 7}}, "config.json: layer_types is not a list"),
+        ({"genai_config": {"model": [1]}}, "genai_config.json: model is not an object"),
+        ({"genai_config": {"model": []}}, "genai_config.json: model is not an object"),
+        (io_of(inputs=["input_ids"]), "genai_config.json: inputs is not an object"),
+        (io_of(outputs="logits"), "genai_config.json: outputs is not an object"),
+        (io_of(inputs={"input_ids": 7}), "genai_config.json: input_ids is 7, no name"),
+        *[
+            (io_of(inputs={"past_key_names": name}), "past_key_names is .* needs one %d")
+            for name in ("past_key", "past_%d_%d", "past_%s", "100%_%d", "past_%%d")
+        ],
+        (io_of(inputs={"past_key_names": 7}), "genai_config.json: past_key_names is 7, no name"),
+        (io_of(inputs={"past_names": "past_%d"}), "past_names names a combined cache"),
+        (io_of(outputs={"present_names": "present_%d"}), "present_names names a combined cache"),
+    ],
+    ids=str,
+)
+def test_json_of_another_shape_is_refused_by_file_and_field(
+    tmp_path: Path, files: dict[str, object], says: str
+) -> None:
+    folder = write(tmp_path, **files)
+    with pytest.raises(UnservableModel, match=says):
+        read_claims(folder)
+        read_io_names(folder)
 
 
 # Data files
@@ -348,6 +382,10 @@ def mix_forms(model: onnx.ModelProto) -> None:
     node.op_type = "Attention"
 
 
+def read_past_twice(model: onnx.ModelProto) -> None:
+    model.graph.node.append(helper.make_node("Identity", ["past_key_values.0.key"], ["again"]))
+
+
 def past(model: onnx.ModelProto, kind: str, layer: int) -> onnx.ValueInfoProto:
     name = f"past_key_values.{layer}.{kind}"
     return next(value for value in model.graph.input if value.name == name)
@@ -366,6 +404,7 @@ def past(model: onnx.ModelProto, kind: str, layer: int) -> onnx.ValueInfoProto:
         (ask_for_more, "inputs that the server does not know: pixels"),
         (rename_logits, "no output 'logits'"),
         (mix_forms, "layers of both forms"),
+        (read_past_twice, r"0.key goes to GroupQueryAttention, .* and Identity reads it, too"),
     ],
 )
 def test_graph_that_cannot_be_served_rightly_is_refused_with_the_reason(
