@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -239,6 +240,45 @@ def test_tensor_without_a_length_is_as_long_as_its_elements(tmp_path: Path) -> N
     (tmp_path / "w").write_bytes(bytes(407))
     [problem] = find_data_problems(model, tmp_path)
     assert "the graph needs 408" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"),
+    [
+        *[("INT4", 50), ("UINT4", 50), ("FLOAT4E2M1", 50), ("INT2", 25), ("UINT2", 25)],
+        *[("INT8", 100), ("FLOAT16", 200), ("BFLOAT16", 200), ("INT64", 800)],
+    ],
+)
+def test_length_of_elements_is_that_of_their_type(
+    tmp_path: Path, name: str, num_bytes: int
+) -> None:
+    if name not in TensorProto.DataType.keys():  # noqa: SIM118  (protobuf's enum is no dict)
+        pytest.skip(f"this onnx has no {name}")
+    tensor = external_tensor("one", "w", length=0)
+    tensor.data_type = TensorProto.DataType.Value(name)
+    (tmp_path / "w").write_bytes(bytes(num_bytes - 1))
+    [problem] = find_data_problems(in_attribute(tensor), tmp_path)
+    assert f"the graph needs {num_bytes}" in problem
+
+
+@pytest.mark.parametrize(
+    ("place", "type_", "says"),
+    [
+        ({"length": 0}, 99, r"tensor 'one' is of an unknown type \(99\)"),
+        ({"length": 0}, 0, r"tensor 'one' is of an unknown type \(0\)"),
+        ({"offset": -8}, 1, "tensor 'one': its offset or length is negative"),
+        ({"length": -8}, 1, "tensor 'one': its offset or length is negative"),
+    ],
+    ids=str,
+)
+def test_tensor_whose_place_cannot_be_is_told(
+    tmp_path: Path, place: dict[str, int], type_: int, says: str
+) -> None:
+    tensor = external_tensor("one", "w", **place)
+    tensor.data_type = type_
+    (tmp_path / "w").write_bytes(bytes(400))
+    [problem] = find_data_problems(in_attribute(tensor), tmp_path)
+    assert re.fullmatch(says, problem)
 
 
 def constant(tensor: TensorProto) -> onnx.NodeProto:
