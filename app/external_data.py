@@ -70,7 +70,7 @@ def _num_bytes(tensor: onnx.TensorProto) -> int:
     bits = _PACKED.get(name)
     if bits is None:
         bits = 8 * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
-    return (math.prod(tensor.dims) * bits + 7) // 8
+    return (int(math.prod(tensor.dims)) * bits + 7) // 8
 
 
 def _tensors(message: Any) -> Iterator[onnx.TensorProto]:
