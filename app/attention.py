@@ -19,11 +19,17 @@ _ATTENTION = "GroupQueryAttention"
 
 
 def find_form(graph: onnx.GraphProto, past: list[str]) -> Form:
-    """Raises UnservableModel if some layers have one form and some the other."""
+    """Raises UnservableModel if layers, or readers of one layer, have different forms."""
     users: dict[str, set[str]] = defaultdict(set)
     for node in graph.node:
         for name in node.input:
             users[name].add(node.op_type)
+    for name in past:
+        if _ATTENTION in users[name] and (more := sorted(users[name] - {_ATTENTION})):
+            raise UnservableModel(
+                f"{name} goes to {_ATTENTION}, which appends to it in place, and {', '.join(more)} "
+                "reads it, too"
+            )
     others = [name for name in past if users[name] != {_ATTENTION}]
     if not others:
         return "fused"

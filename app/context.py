@@ -10,15 +10,13 @@ from pathlib import Path
 
 from .folder import CONFIG_FILE, read_claims, read_context_length
 from .graph import Graph
-from .record import has_record, read_record
+from .record import read_record
 
 
 def served_context(folder: Path, graph: Graph) -> int:
-    """The folder's own number; of a graph brought along, up to where its rotary factors change."""
+    """The folder's own number; up to where the graph's rotary factors change, if they do."""
     named = read_context_length(folder)
-    if graph.short_context is None or has_record(folder):
-        return named
-    return min(named, graph.short_context)
+    return named if graph.short_context is None else min(named, graph.short_context)
 
 
 def context_warnings(folder: Path, served: int) -> list[str]:

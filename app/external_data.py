@@ -6,6 +6,7 @@ file is told at once and by its name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import onnx
 
 _EXTERNAL = onnx.TensorProto.EXTERNAL
+# Bits of the types of which several elements lie in a byte, by name: older onnx lacks some.
+_PACKED = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
 
 
 def find_data_problems(model: onnx.ModelProto, folder: Path) -> list[str]:
@@ -29,6 +32,12 @@ def find_data_problems(model: onnx.ModelProto, folder: Path) -> list[str]:
             length = int(entries["length"]) if entries.get("length") else _num_bytes(tensor)
         except ValueError:
             problems.append(f"tensor {tensor.name!r}: its offset or length is not a number")
+            continue
+        except KeyError:
+            problems.append(f"tensor {tensor.name!r} is of an unknown type ({tensor.data_type})")
+            continue
+        if offset < 0 or length < 0:
+            problems.append(f"tensor {tensor.name!r}: its offset or length is negative")
             continue
         ends[location] = max(ends.get(location, 0), offset + length)
     return problems + [
@@ -55,13 +64,13 @@ def _file_problem(folder: Path, location: str, end: int) -> str | None:
 
 
 def _num_bytes(tensor: onnx.TensorProto) -> int:
-    """Of a tensor that does not tell its length. 4-bit elements lie two in a byte."""
-    count = 1
-    for dim in tensor.dims:
-        count *= dim
-    if tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4):
-        return (count + 1) // 2
-    return count * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+    """Of a tensor that does not tell its length; KeyError for a type that onnx does not know."""
+    names = {number: name for name, number in onnx.TensorProto.DataType.items()}
+    name = names[tensor.data_type]
+    bits = _PACKED.get(name)
+    if bits is None:
+        bits = 8 * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+    return (int(math.prod(tensor.dims)) * bits + 7) // 8
 
 
 def _tensors(message: Any) -> Iterator[onnx.TensorProto]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UnservableModel
-from .record import has_record, read_record
+from .record import read_record
 
 GRAPH_FILE = "model.onnx"
 CONFIG_FILE = "config.json"
@@ -49,7 +49,6 @@ class Claims:
     """What one JSON file says of the model; None where it is silent."""
 
     file: str
-    model_type: str | None = None
     context_length: int | None = None
     short_context: int | None = None  # up to where a longrope model takes its short factors
     sliding_window: int | None = None  # None: attention looks back to the start
@@ -108,37 +107,65 @@ def read_claims(folder: Path) -> list[Claims]:
 def read_context_length(folder: Path) -> int:
     """Tokens that the folder promises: the smallest number that one of its files gives.
 
-    A longrope graph that was brought along (no record of ours) is right up to its short context
+    A longrope graph of which no record tells how far it is right is so up to its short context
     only: behind it, a row's cached keys have been turned by other factors than its new ones.
     """
-    claims = read_claims(folder)
-    found = [claim.context_length for claim in claims if claim.context_length is not None]
-    if not found:
+    claims, recorded = read_claims(folder), read_record(folder).context_length
+    numbers = [claim.context_length for claim in claims] + [recorded]
+    if not any(numbers):
+        read = " and ".join(str(folder / claim.file) for claim in claims)
         raise UnservableModel(
-            f"{folder / CONFIG_FILE} does not tell the model's context: "
-            "it has no max_position_embeddings"
+            f"the model's context (max_position_embeddings, n_positions or context_length) is told "
+            f"nowhere: {read or f'neither {CONFIG_FILE} nor {GENAI_FILE}'} was read"
         )
-    if not has_record(folder):
-        found += [claim.short_context for claim in claims if claim.short_context is not None]
-    if min(found) < 2:
-        raise UnservableModel(f"{folder}: a context of {min(found)} tokens leaves no room")
-    return read_record(folder).cap(min(found))
+    if recorded is None:
+        numbers += [claim.short_context for claim in claims]
+    smallest = min(number for number in numbers if number is not None)
+    if smallest < 2:
+        raise UnservableModel(f"{folder}: a context of {smallest} tokens leaves no room")
+    return smallest
 
 
 def read_io_names(folder: Path) -> IoNames:
     """The graph's names as genai_config.json gives them; else those of optimum's exporter."""
-    decoder, usual = _decoder(folder), IoNames()
-    inputs, outputs = decoder.get("inputs") or {}, decoder.get("outputs") or {}
+    path, decoder, usual = folder / GENAI_FILE, _decoder(folder), IoNames()
+    inputs, outputs = _object(path, decoder, "inputs"), _object(path, decoder, "outputs")
+    for block, name in ((inputs, "past_names"), (outputs, "present_names")):
+        if block.get(name) is not None:
+            raise UnservableModel(
+                f"{path}: {name} names a combined cache (keys and values of a layer in one tensor),"
+                " which is not served: export the graph with keys and values apart"
+            )
     return IoNames(
-        input_ids=inputs.get("input_ids", usual.input_ids),
-        attention_mask=inputs.get("attention_mask", usual.attention_mask),
-        position_ids=inputs.get("position_ids", usual.position_ids),
-        past_key=inputs.get("past_key_names", usual.past_key),
-        past_value=inputs.get("past_value_names", usual.past_value),
-        logits=outputs.get("logits", usual.logits),
-        present_key=outputs.get("present_key_names", usual.present_key),
-        present_value=outputs.get("present_value_names", usual.present_value),
+        input_ids=_name(path, inputs, "input_ids", usual.input_ids),
+        attention_mask=_name(path, inputs, "attention_mask", usual.attention_mask),
+        position_ids=_name(path, inputs, "position_ids", usual.position_ids),
+        past_key=_name(path, inputs, "past_key_names", usual.past_key),
+        past_value=_name(path, inputs, "past_value_names", usual.past_value),
+        logits=_name(path, outputs, "logits", usual.logits),
+        present_key=_name(path, outputs, "present_key_names", usual.present_key),
+        present_value=_name(path, outputs, "present_value_names", usual.present_value),
     )
+
+
+def _name(path: Path, block: Mapping[str, Any], field: str, usual: str) -> str:
+    """Of an input or output; one of each layer has a single `%d` for its number."""
+    name = block.get(field, usual)
+    if not isinstance(name, str):
+        raise UnservableModel(f"{path}: {field} is {name!r}, no name")
+    if "%d" in usual and not (name.count("%") == name.count("%d") == 1):
+        raise UnservableModel(f"{path}: {field} is {name!r}; it needs one %d, for the layer")
+    return name
+
+
+def _object(path: Path, block: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Empty if it is not there."""
+    found = block.get(name)
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise UnservableModel(f"{path}: {name} is not an object")
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -157,41 +184,39 @@ def _of_config(folder: Path) -> Claims | None:
     config = read_json(path)
     if config is None:
         return None
-    config = config.get("text_config") or config  # of a model that sees or hears as well
+    config = _object(path, config, "text_config") or config  # of a model that sees or hears as well
     numbers = _numbers(path, config, _CONFIG_NAMES)
-    if not _has_window(config):
+    if not _has_window(path, config):
         numbers.pop("sliding_window", None)
     # Phi-3's files say "su" for what was named longrope later.
-    rope = config.get("rope_scaling") or {}
+    rope = _object(path, config, "rope_scaling")
     if rope.get("rope_type", rope.get("type")) in ("longrope", "su"):
         short = {"short_context": ("original_max_position_embeddings",)}
         numbers |= _numbers(path, rope | config, short)
-    return Claims(CONFIG_FILE, config.get("model_type"), **numbers)
+    return Claims(CONFIG_FILE, **numbers)
 
 
-def _has_window(config: Mapping[str, Any]) -> bool:
+def _has_window(path: Path, config: Mapping[str, Any]) -> bool:
     """Qwen2 names a window and does not use it, Qwen3 may use it in no layer."""
     kinds = config.get("layer_types") or ["sliding_attention"]
+    if not isinstance(kinds, list):
+        raise UnservableModel(f"{path}: layer_types is not a list")
     return config.get("use_sliding_window", True) is not False and "sliding_attention" in kinds
 
 
 def _of_genai(folder: Path) -> Claims | None:
     path = folder / GENAI_FILE
-    model = (read_json(path) or {}).get("model")
-    if not isinstance(model, dict):
+    model = _object(path, read_json(path) or {}, "model")
+    if not model:
         return None
     numbers = _numbers(path, model, _GENAI_NAMES)
     numbers |= _numbers(path, _decoder(folder), _DECODER_NAMES)
-    return Claims(GENAI_FILE, model.get("type"), **numbers)
+    return Claims(GENAI_FILE, **numbers)
 
 
 def _decoder(folder: Path) -> dict[str, Any]:
-    content: Any = read_json(folder / GENAI_FILE)
-    for name in ("model", "decoder"):
-        content = (content or {}).get(name) or {}
-        if not isinstance(content, dict):
-            raise UnservableModel(f"{folder / GENAI_FILE}: {name} is not an object")
-    return dict(content)
+    path = folder / GENAI_FILE
+    return _object(path, _object(path, read_json(path) or {}, "model"), "decoder")
 
 
 def _numbers(

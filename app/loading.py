@@ -88,15 +88,19 @@ def _run_probe(probe: Probe, model: OnnxModel) -> None:
 def _make_cache(model: OnnxModel, settings: Settings) -> KVCache:
     """As many rows as memory has room for; raises WrongSetting if that is not one."""
     max_len = settings.max_model_len or model.context_length
+    usable = int(_KV_MEMORY_SHARE * model.free_memory())
+    chunk = model.bytes_of_chunk(min(settings.prefill_chunk, max_len))
     budget = KVBudget(
-        num_bytes=int(_KV_MEMORY_SHARE * model.free_memory()),
-        bytes_per_row=max_len * model.bytes_per_token,
+        num_bytes=usable - chunk,
+        bytes_per_row=max_len * model.bytes_per_token + model.bytes_per_row,
         max_rows=settings.max_batch_size,
     )
     if budget.num_rows < 1:
+        logits = f", the logits of PREFILL_CHUNK={settings.prefill_chunk} {chunk:,}"
         raise WrongSetting(
-            f"the KV cache of one request of {max_len} tokens takes {budget.bytes_per_row:,} "
-            f"bytes, and {budget.num_bytes:,} can be had: lower MAX_MODEL_LEN"
+            f"one request of {max_len} tokens takes {budget.bytes_per_row:,} bytes while it runs"
+            f"{logits if chunk else ''}, and {usable:,} can be had: lower MAX_MODEL_LEN"
+            f"{' or PREFILL_CHUNK' if chunk else ''}"
         )
     return KVCache(model.spec.kv, budget.num_rows, max_len, model.device)
 

@@ -73,15 +73,16 @@ class OnnxModel:
         graph = graph or read_graph(folder)
         context_length = served_context(folder, graph)
         provider = _choose_provider(device)
+        torch.set_num_threads(num_threads)  # torch copies rows, in this thread
         session = _open(folder, graph, provider, num_threads)
         model = cls(session, graph, context_length)
-        model._form.check()
         model.warnings = provider_warnings(provider, model.provider)
+        if device == "cuda" and model.device.type != "cuda":
+            raise WrongSetting(f"DEVICE=cuda: {model.warnings[0]}")
+        model._form.check()
         model.warnings += context_warnings(folder, context_length)
         model.warnings += window_warnings(folder, graph, context_length)
         model.warnings += filter(None, [model.mismatch])
-        if device == "cuda" and model.device.type != "cuda":
-            raise WrongSetting(f"DEVICE=cuda: {model.warnings[0]}")
         for warning in model.warnings:
             log.warning(warning)
         return model
@@ -90,6 +91,17 @@ class OnnxModel:
     def bytes_per_token(self) -> int:
         """Memory that a token takes while its row runs."""
         return self._form.memory_factor * self.spec.kv.bytes_per_token
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Memory of a row beside its tokens: its logits."""
+        return self.spec.vocab_size * self.spec.logits_dtype.itemsize
+
+    def bytes_of_chunk(self, num_tokens: int) -> int:
+        """Memory of the logits of a prompt's chunk, if the graph gives those of every token."""
+        if self.graph.has_last_logits_only or num_tokens == 1:
+            return 0
+        return num_tokens * self.bytes_per_row
 
     def free_memory(self) -> int:
         """Bytes that the device could still hand out."""

@@ -7,6 +7,8 @@ copies make it slower than the fused form, and it holds three times the rows whi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from .form import DecoderForm, Run
 from .kv_cache import KVCache, KVShape
 
 _PROBE_IDS = [1, 2, 3, 5, 8, 13]
+_SHORT_PROBE_IDS = [55, 34, 21]
 _PROBE_PADS = 5
 
 
@@ -65,36 +68,62 @@ class PortableForm(DecoderForm):
 
     def check(self) -> None:
         """Raises UnservableModel unless a prompt gets the same logits read whole, read in two
-        chunks, and with pads on its left.
+        chunks, with pads on its left, and beside a row of another length.
 
         A graph may count positions from the pads, may have been frozen by tracing at one shape, or
-        may not heed the mask: its inputs do not tell.
+        may not heed the mask of each row: its inputs do not tell.
         """
-        ids, half = [i % self._graph.vocab_size for i in _PROBE_IDS], len(_PROBE_IDS) // 2
-        cache = KVCache(self._kv_shape(), 1, len(ids), self._device)
-        whole = self._probe(cache, "a prompt is read", ids)
-        self._probe(cache, "a prompt is read", ids[:half])
+        ids, short = self._fitting(_PROBE_IDS), self._fitting(_SHORT_PROBE_IDS)
+        half, last = len(ids) // 2, len(ids) - 1
+        cache = KVCache(self._kv_shape(), 2, len(ids), self._device)
+        whole = self._probe(cache, "a prompt is read", [ids])
+        short_whole = self._probe(cache, "a prompt is read", [short], first_row=1)
+        self._probe(cache, "a prompt is read", [ids[:half]])
         for what, start, num_pads in (
             ("a prompt is read in chunks", half, 0),
-            ("a token is decoded alone", len(ids) - 1, 0),
-            ("a row has pads on its left, as beside a longer one", len(ids) - 1, _PROBE_PADS),
+            ("a token is decoded alone", last, 0),
+            ("a row has pads on its left, as beside a longer one", last, _PROBE_PADS),
         ):
-            found = self._probe(cache, what, ids[start:], start, num_pads)
-            if not _is_close(found, whole):
-                raise UnservableModel(f"{self._graph.path}: its answers change when {what}")
+            found = self._probe(cache, what, [ids[start:]], [start], num_pads=num_pads)
+            self._compare(what, found, whole)
+        what = "rows of different lengths are decoded together"
+        self._probe(cache, "a prompt is read", [ids[:last]])
+        self._probe(cache, "a prompt is read", [short[:-1]], first_row=1)
+        found = self._probe(cache, what, [ids[-1:], short[-1:]], [last, len(short) - 1])
+        self._compare(what, found, torch.cat([whole, short_whole]))
+
+    def _fitting(self, ids: list[int]) -> list[int]:
+        return [i % self._graph.vocab_size for i in ids]
 
     def _probe(
-        self, cache: KVCache, what: str, ids: list[int], length: int = 0, num_pads: int = 0
+        self,
+        cache: KVCache,
+        what: str,
+        ids: list[list[int]],
+        lengths: Sequence[int] = (0,),
+        *,
+        first_row: int = 0,
+        num_pads: int = 0,
     ) -> torch.Tensor:
+        """Logits of each row, (rows, vocab); refused unless all are finite."""
         graph = self._graph
         dtype = getattr(torch, graph.logits_type)
-        logits = torch.empty((1, graph.vocab_size), dtype=dtype, device=self._device)
-        run = Run(0, np.array([ids], np.int64), np.array([length], np.int64), logits)
+        logits = torch.empty((len(ids), graph.vocab_size), dtype=dtype, device=self._device)
+        run = Run(first_row, np.array(ids, np.int64), np.array(lengths, np.int64), logits)
         try:
             self._run(cache, run, num_pads)
         except Exception as error:
             raise UnservableModel(f"{graph.path} fails when {what}: {error}") from error
-        return logits[0].float()
+        if not logits.isfinite().all():
+            raise UnservableModel(
+                f"{graph.path}: its logits are not finite (NaN or infinity) when {what}"
+            )
+        return logits.float()
+
+    def _compare(self, what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+        pairs = zip(found, expected, strict=True)
+        if not all(_is_close(row, own) for row, own in pairs):
+            raise UnservableModel(f"{self._graph.path}: its answers change when {what}")
 
     def _kv_shape(self) -> KVShape:
         graph = self._graph

@@ -52,21 +52,12 @@ class Record(BaseModel):
     context_note: str | None = None
     probe: Probe | None = None
 
-    def cap(self, context: int) -> int:
-        """The context to serve, of a model whose config.json says `context`."""
-        return context if self.context_length is None else min(context, self.context_length)
-
-
-def has_record(folder: Path) -> bool:
-    """Whether `quantize` wrote the folder, so that it is trusted to know its own graph."""
-    return (folder / RECORD_FILE).is_file()
-
 
 def read_record(folder: Path) -> Record:
     """Raises UnservableModel, naming file and field, for a record that says something else."""
-    if not has_record(folder):
-        return Record()
     path = folder / RECORD_FILE
+    if not path.is_file():
+        return Record()
     try:
         return Record.model_validate_json(path.read_bytes())
     except OSError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from onnx import TensorProto, helper
 
 from app.errors import UnservableModel
 from app.external_data import find_data_problems
-from app.folder import find_graph, read_context_length, read_io_names
+from app.folder import find_graph, read_claims, read_context_length, read_io_names
 from app.graph import read_graph
 from app.model import OnnxModel
 from app.sequence import PrefillChunk, StepPlan
@@ -117,11 +118,77 @@ def test_context_is_read_from_genai_config_and_the_smaller_one_holds(tmp_path: P
     assert read_context_length(folder) == 2048
 
 
+@pytest.mark.parametrize(
+    ("limit", "context", "served"),
+    [(None, 131072, 131072), (4096, 131072, 4096), (4096, 4096, 4096), (4096, 2048, 2048)],
+)
+def test_lower_context_of_config_and_record_is_served(
+    tmp_path: Path, limit: int | None, context: int, served: int
+) -> None:
+    record = {} if limit is None else {"context_length": limit}
+    config = {"max_position_embeddings": context}
+    assert read_context_length(write(tmp_path, config=config, quantization=record)) == served
+
+
+def test_record_alone_may_tell_the_context(tmp_path: Path) -> None:
+    folder = write(tmp_path, config={}, quantization={"context_length": 64})
+    assert read_context_length(folder) == 64
+
+
+@pytest.mark.parametrize(
+    ("files", "read"),
+    [
+        ({}, "neither config.json nor genai_config.json was read"),
+        ({"config": {}}, "nowhere: .*/config.json was read"),
+        ({"genai_config": {"model": {"type": "phi"}}}, "nowhere: .*/genai_config.json was read"),
+    ],
+)
+def test_files_that_do_not_tell_the_context_are_named(
+    tmp_path: Path, files: dict[str, object], read: str
+) -> None:
+    with pytest.raises(UnservableModel, match=read):
+        read_context_length(write(tmp_path, **files))
+
+
 def test_names_of_inputs_are_read_from_genai_config(tmp_path: Path) -> None:
     decoder = {"inputs": {"past_key_names": "past_%d_k"}, "outputs": {"logits": "scores"}}
     names = read_io_names(write(tmp_path, genai_config={"model": {"decoder": decoder}}))
     assert (names.past_key, names.past_value) == ("past_%d_k", "past_key_values.%d.value")
     assert (names.logits, names.input_ids) == ("scores", "input_ids")
+
+
+def io_of(**fields: object) -> dict[str, object]:
+    return {"genai_config": {"model": {"decoder": fields}}}
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"config": {"text_config": [1]}}, "config.json: text_config is not an object"),
+        ({"config": {"rope_scaling": "su"}}, "config.json: rope_scaling is not an object"),
+        ({"config": {"layer_types": 7}}, "config.json: layer_types is not a list"),
+        ({"genai_config": {"model": [1]}}, "genai_config.json: model is not an object"),
+        ({"genai_config": {"model": []}}, "genai_config.json: model is not an object"),
+        (io_of(inputs=["input_ids"]), "genai_config.json: inputs is not an object"),
+        (io_of(outputs="logits"), "genai_config.json: outputs is not an object"),
+        (io_of(inputs={"input_ids": 7}), "genai_config.json: input_ids is 7, no name"),
+        *[
+            (io_of(inputs={"past_key_names": name}), "past_key_names is .* needs one %d")
+            for name in ("past_key", "past_%d_%d", "past_%s", "100%_%d", "past_%%d")
+        ],
+        (io_of(inputs={"past_key_names": 7}), "genai_config.json: past_key_names is 7, no name"),
+        (io_of(inputs={"past_names": "past_%d"}), "past_names names a combined cache"),
+        (io_of(outputs={"present_names": "present_%d"}), "present_names names a combined cache"),
+    ],
+    ids=str,
+)
+def test_json_of_another_shape_is_refused_by_file_and_field(
+    tmp_path: Path, files: dict[str, object], says: str
+) -> None:
+    folder = write(tmp_path, **files)
+    with pytest.raises(UnservableModel, match=says):
+        read_claims(folder)
+        read_io_names(folder)
 
 
 # Data files
@@ -173,6 +240,45 @@ def test_tensor_without_a_length_is_as_long_as_its_elements(tmp_path: Path) -> N
     (tmp_path / "w").write_bytes(bytes(407))
     [problem] = find_data_problems(model, tmp_path)
     assert "the graph needs 408" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"),
+    [
+        *[("INT4", 50), ("UINT4", 50), ("FLOAT4E2M1", 50), ("INT2", 25), ("UINT2", 25)],
+        *[("INT8", 100), ("FLOAT16", 200), ("BFLOAT16", 200), ("INT64", 800)],
+    ],
+)
+def test_length_of_elements_is_that_of_their_type(
+    tmp_path: Path, name: str, num_bytes: int
+) -> None:
+    if name not in TensorProto.DataType.keys():  # noqa: SIM118  (protobuf's enum is no dict)
+        pytest.skip(f"this onnx has no {name}")
+    tensor = external_tensor("one", "w", length=0)
+    tensor.data_type = TensorProto.DataType.Value(name)
+    (tmp_path / "w").write_bytes(bytes(num_bytes - 1))
+    [problem] = find_data_problems(in_attribute(tensor), tmp_path)
+    assert f"the graph needs {num_bytes}" in problem
+
+
+@pytest.mark.parametrize(
+    ("place", "type_", "says"),
+    [
+        ({"length": 0}, 99, r"tensor 'one' is of an unknown type \(99\)"),
+        ({"length": 0}, 0, r"tensor 'one' is of an unknown type \(0\)"),
+        ({"offset": -8}, 1, "tensor 'one': its offset or length is negative"),
+        ({"length": -8}, 1, "tensor 'one': its offset or length is negative"),
+    ],
+    ids=str,
+)
+def test_tensor_whose_place_cannot_be_is_told(
+    tmp_path: Path, place: dict[str, int], type_: int, says: str
+) -> None:
+    tensor = external_tensor("one", "w", **place)
+    tensor.data_type = type_
+    (tmp_path / "w").write_bytes(bytes(400))
+    [problem] = find_data_problems(in_attribute(tensor), tmp_path)
+    assert re.fullmatch(says, problem)
 
 
 def constant(tensor: TensorProto) -> onnx.NodeProto:
@@ -316,6 +422,10 @@ def mix_forms(model: onnx.ModelProto) -> None:
     node.op_type = "Attention"
 
 
+def read_past_twice(model: onnx.ModelProto) -> None:
+    model.graph.node.append(helper.make_node("Identity", ["past_key_values.0.key"], ["again"]))
+
+
 def past(model: onnx.ModelProto, kind: str, layer: int) -> onnx.ValueInfoProto:
     name = f"past_key_values.{layer}.{kind}"
     return next(value for value in model.graph.input if value.name == name)
@@ -334,6 +444,7 @@ def past(model: onnx.ModelProto, kind: str, layer: int) -> onnx.ValueInfoProto:
         (ask_for_more, "inputs that the server does not know: pixels"),
         (rename_logits, "no output 'logits'"),
         (mix_forms, "layers of both forms"),
+        (read_past_twice, r"0.key goes to GroupQueryAttention, .* and Identity reads it, too"),
     ],
 )
 def test_graph_that_cannot_be_served_rightly_is_refused_with_the_reason(

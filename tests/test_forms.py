@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import numpy as np
 import onnx
 import pytest
 
+from app.config import read_settings
 from app.errors import UnservableModel, WrongSetting
+from app.loading import _make_cache
 from app.model import OnnxModel
 from app.sequence import StepPlan
 from app.text import TextCodec
@@ -20,7 +23,7 @@ from .edits import copy_edited, copy_of
 from .engines import answers, greedy, loaded_service, real_engine, run
 from .folders import ODD_NAME, GraphReference, make_genai, make_portable
 from .logits import TOLERANCE, LogitsCheck, cache_for, ids_of_length, prefill
-from .tiny import CONTEXT, TorchReference, make_phi3
+from .tiny import CONTEXT, VOCAB, TorchReference, make_phi3
 
 MAKERS = {"portable": make_portable, "genai": make_genai}
 GPU_KINDS = [("fp16", "cuda"), ("int4", "cuda"), ("int4", "cpu")]
@@ -190,6 +193,39 @@ def test_portable_graph_that_pads_would_mislead_is_refused(
         OnnxModel.load(spoiled, "cpu", num_threads=1)
 
 
+def mask_all_rows_alike(model: onnx.ModelProto) -> None:
+    """As an export that was traced with one row."""
+    for node in model.graph.node:
+        node.input[:] = ["alike" if name == "attention_mask" else name for name in node.input]
+    make, int64 = onnx.helper.make_node, onnx.TensorProto.INT64
+    model.graph.initializer.append(onnx.helper.make_tensor("first_row", int64, [1], [0]))
+    nodes = [
+        make("Gather", ["attention_mask", "first_row"], ["mask_of_first"], axis=0),
+        make("Shape", ["attention_mask"], ["mask_shape"]),
+        make("Expand", ["mask_of_first", "mask_shape"], ["alike"]),
+    ]
+    for node in reversed(nodes):
+        model.graph.node.insert(0, node)
+
+
+def test_portable_graph_that_knows_one_row_only_is_refused(portable: Path, tmp_path: Path) -> None:
+    spoiled = copy_edited(portable, tmp_path / "spoiled", mask_all_rows_alike)
+    with pytest.raises(UnservableModel, match="when rows of different lengths are decoded tog"):
+        OnnxModel.load(spoiled, "cpu", num_threads=1)
+
+
+def give_nan(model: onnx.ModelProto) -> None:
+    for node in model.graph.node:
+        node.output[:] = ["raw" if name == "logits" else name for name in node.output]
+    model.graph.node.append(onnx.helper.make_node("Log", ["raw"], ["logits"]))
+
+
+def test_portable_graph_that_gives_nan_is_refused_as_such(portable: Path, tmp_path: Path) -> None:
+    spoiled = copy_edited(portable, tmp_path / "spoiled", give_nan)
+    with pytest.raises(UnservableModel, match="logits are not finite .* when a prompt is read$"):
+        OnnxModel.load(spoiled, "cpu", num_threads=1)
+
+
 def test_graph_that_cannot_read_a_chunk_is_refused(tiny_llama: TinyModel, tmp_path: Path) -> None:
     """The builder's fp16 graph for the CPU has no GroupQueryAttention."""
     folder = make_genai(tiny_llama.source, tmp_path / "folder", "fp16", "cpu")
@@ -207,6 +243,14 @@ def test_longrope_folder_is_served_up_to_its_short_context(
     assert model.context_length == 32
     [warning] = model.warnings
     assert f"{CONTEXT} tokens, of which 32 are served" in warning
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_record_that_tells_no_context_does_not_lift_the_short_one(
+    longrope: Path, bring: Bring, tmp_path: Path, name: str
+) -> None:
+    folder = copy_of(bring(MAKERS[name], longrope), tmp_path / "copy", name="x")
+    assert OnnxModel.load(folder, "cpu", num_threads=1).context_length == 32
 
 
 def test_limit_beyond_a_graphs_short_context_is_refused_by_name(
@@ -243,3 +287,34 @@ def test_memory_of_a_portable_row_counts_the_copies_of_a_run(portable: Path) -> 
     model = OnnxModel.load(portable, "cpu", num_threads=1)
     assert model.bytes_per_token == 3 * model.spec.kv.bytes_per_token
     assert model.describe(portable)["form"] == "portable"
+
+
+def budget_of(model: OnnxModel, monkeypatch: pytest.MonkeyPatch, usable: int, chunk: int) -> int:
+    """Rows that are made where `usable` bytes are left to them."""
+    monkeypatch.setattr(model, "free_memory", lambda: math.ceil(usable / 0.8))
+    arguments = ["--prefill-chunk", str(chunk), "--max-model-len", "64"]
+    settings = read_settings(["--model", str(model.graph.path.parent), *arguments])
+    return _make_cache(model, settings).num_rows
+
+
+def test_logits_are_in_the_memory_budget(portable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = OnnxModel.load(portable, "cpu", num_threads=1)
+    assert not model.graph.has_last_logits_only
+    logits = 4 * VOCAB
+    row = 64 * model.bytes_per_token + logits
+    assert budget_of(model, monkeypatch, 3 * row + 1, chunk=1) == 3
+    assert budget_of(model, monkeypatch, 3 * row + 16 * logits + 1, chunk=16) == 3
+    assert budget_of(model, monkeypatch, 3 * row + 16 * logits - 9, chunk=16) == 2
+    says = f"64 tokens takes {row:,} bytes while it .* PREFILL_CHUNK=16 {16 * logits:,}, .* or PREF"
+    with pytest.raises(WrongSetting, match=says):
+        budget_of(model, monkeypatch, row, chunk=16)
+
+
+def test_logits_of_the_last_token_do_not_grow_with_the_chunk(
+    tiny_llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = OnnxModel.load(tiny_llama.folder, "cpu", num_threads=1)
+    row = 64 * model.bytes_per_token + 4 * VOCAB
+    assert budget_of(model, monkeypatch, row + 1, chunk=16) == 1
+    with pytest.raises(WrongSetting, match="can be had: lower MAX_MODEL_LEN$"):
+        budget_of(model, monkeypatch, row - 9, chunk=16)

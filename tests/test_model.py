@@ -11,7 +11,8 @@ import pytest
 import torch
 from optimum.onnxruntime import ORTModelForCausalLM
 
-from app.errors import UnservableModel
+from app.errors import UnservableModel, WrongSetting
+from app.fused import FusedForm
 from app.model import OnnxModel, provider_warnings
 from app.sequence import PrefillChunk, StepPlan
 from quantize import MODEL_FILE
@@ -224,6 +225,23 @@ def test_auto_falls_back_to_the_cpu_and_says_so(tiny_llama: TinyModel) -> None:
 def test_strict_cuda_that_does_not_load_is_refused(tiny_llama: TinyModel) -> None:
     with pytest.raises(UnservableModel, match="DEVICE=cuda.*do not load"):
         OnnxModel.load(tiny_llama.folder, "cuda", num_threads=1)
+
+
+@pytest.mark.usefixtures("cuda_that_does_not_load")
+def test_strict_cuda_is_refused_before_the_graph_is_put_to_the_proof(
+    tiny_llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FusedForm, "check", lambda self: pytest.fail("it was checked first"))
+    with pytest.raises(WrongSetting, match="DEVICE=cuda"):
+        OnnxModel.load(tiny_llama.folder, "cuda", num_threads=1)
+
+
+def test_threads_are_those_of_torch_too(tiny_llama: TinyModel) -> None:
+    try:
+        OnnxModel.load(tiny_llama.folder, "cpu", num_threads=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_missing_data_file_is_named(tiny_llama: TinyModel, tmp_path: Path) -> None:

@@ -43,14 +43,6 @@ def test_record_is_read_as_it_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "context", "served"),
-    [(None, 131072, 131072), (4096, 131072, 4096), (4096, 4096, 4096), (4096, 2048, 2048)],
-)
-def test_lower_of_both_contexts_is_served(limit: int | None, context: int, served: int) -> None:
-    assert Record(context_length=limit).cap(context) == served
-
-
-@pytest.mark.parametrize(
     ("content", "says"),
     [
         *[(text, "JSON") for text in ("", "{", "nope")],
