@@ -308,11 +308,3 @@ def test_text_has_four_thousand_tokens_for_the_default_model() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "default")
     assert gate_ids(tokenizer, 256).size >= 4000
-
-
-def test_logits_outlive_the_session_that_gave_them(tiny_llama: TinyModel) -> None:
-    ids = IDS[:1, :8]
-    kept = Decoding(tiny_llama.folder, 1, 8)
-    logits = Decoding(tiny_llama.folder, 1, 8).feed(ids)  # its session is gone
-    assert logits.base is None
-    np.testing.assert_array_equal(logits, kept.feed(ids))
