@@ -21,7 +21,9 @@ from quantize.graph_file import all_tensors, load_graph
 from quantize.onnx_source import check_onnx, find_graph
 from quantize.sources import resolve
 
-from .conftest import Build, TinyModel
+from .conftest import Bring, Build, TinyModel
+from .folders import make_portable
+from .matrices import weights_of
 from .tiny import VOCAB
 
 NAMES = ["w", "model.onnx_data", "a/b.data"]
@@ -273,6 +275,19 @@ def test_fp16_graph_is_quantized_for_cuda(tiny_llama: TinyModel, built: Build) -
 def test_missing_file_of_an_export_is_named(name: str, folder: Path) -> None:
     (folder / name).unlink()
     assert f"{name} is missing" in refusal(folder / MODEL_FILE)
+
+
+def test_every_matrix_of_another_tools_export_is_quantized(
+    tiny_llama: TinyModel, bring: Bring, built: Build
+) -> None:
+    """optimum's own, whose LM head is tied to the embedding."""
+    folder = built(bring(make_portable, tiny_llama.source), "int8")
+    record = json.loads((folder / "quantization.json").read_text())
+    assert (record["kind"], record["form"]) == ("onnx", "portable")
+    assert record["quantization"]["matrices"] == 2 * 7 + 1
+    large = [name for name, w in weights_of(folder).items() if w.ndim > 1 and w.size > 4096]
+    assert len(large) == record["quantization"]["matrices"] - 2 * 3 + 1  # q, k and v are smaller
+    assert all(weights_of(folder)[name].dtype == np.int8 for name in large)
 
 
 def test_export_is_quantized_as_it_is(
