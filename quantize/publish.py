@@ -6,7 +6,6 @@ import fcntl
 import os
 import shutil
 from pathlib import Path
-from types import TracebackType
 
 from .errors import QuantizeError
 
@@ -53,11 +52,6 @@ class Workplace:
             os.replace(self._output, self.scratch / "replaced")
         os.replace(self.folder, self._output)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         shutil.rmtree(self.scratch, ignore_errors=True)
         self._lock.close()

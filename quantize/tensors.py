@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import onnx
@@ -111,13 +110,8 @@ class WeightWriter:
         self._data.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._data.__exit__(kind, error, traceback)
+    def __exit__(self, *_: object) -> None:
+        self._data.__exit__()
 
     def add(self, name: str, array: Array) -> str:
         """Writes a weight; a name that has been written already is left as it is. The name."""

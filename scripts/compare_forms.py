@@ -45,6 +45,7 @@ from quantize.compare import compare, gate_ids  # noqa: E402
 from quantize.errors import QuantizeError  # noqa: E402
 from quantize.export import export_fused, read_config  # noqa: E402
 from quantize.floor import Quality  # noqa: E402
+from quantize.per_token import PerToken  # noqa: E402
 from quantize.precision import choose  # noqa: E402
 from quantize.record import tool_versions  # noqa: E402
 from quantize.rewrite import rewrite  # noqa: E402
@@ -62,7 +63,7 @@ def no_rotation(*_: object) -> NoReturn:
     raise CannotRotate("left out, for comparison")
 
 
-def no_block(_: int) -> int:
+def no_block(_: PerToken, value: str, width: int) -> int:
     return 0
 
 
@@ -151,7 +152,8 @@ def build(names: Sequence[str], source: Path, root: Path) -> dict[str, dict[str,
         else:
             with contextlib.ExitStack() as patches:
                 for function, instead in form.left_out.items():
-                    patches.enter_context(mock.patch.object(per_token, function, instead))
+                    owner = PerToken if hasattr(PerToken, function) else per_token
+                    patches.enter_context(mock.patch.object(owner, function, instead))
                 done[name] = rewrite(root / "fp32", folder, form.method())
     return done
 

@@ -142,6 +142,14 @@ def greedy(name: str, prompt: list[int], num_tokens: int = 8) -> Sequence:
     return Sequence(name, list(prompt), SamplingParams(max_tokens=num_tokens))
 
 
+def answers(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
+    """Of sequences that are submitted together."""
+    for sequence in sequences:
+        engine.submit(sequence)
+    run(engine)
+    return [sequence.output_ids for sequence in sequences]
+
+
 def run(engine: Engine, max_steps: int = 5000) -> list[Advance]:
     """Steps until the engine is idle; everything that came out."""
     advances: list[Advance] = []

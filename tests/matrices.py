@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from quantize import MODEL_FILE
-from quantize.graph_copy import load_graph
+from quantize.graph_file import load_graph
 from quantize.tensors import Weights
 
 Float = NDArray[np.float32]

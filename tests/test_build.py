@@ -13,12 +13,12 @@ from quantize import MODEL_FILE, gate
 from quantize.check import check_folder
 from quantize.errors import QuantizeError
 
+from .commands import run_quantize
 from .conftest import Build, Named, TinyModel
 from .edits import copy_of
 from .engines import greedy, loaded_service, real_engine, run
-from .test_export import run_quantize
+from .logits import ids_of_length
 from .test_gate import spoil, without_speed  # noqa: F401  a fixture
-from .test_model import ids_of_length
 
 CHECKED = [("fp32", "cpu"), ("int8", "cpu"), ("int4", "cpu"), ("int8-dynamic", "cpu")]
 CHECKED += [("fp16", "cuda"), ("int8", "cuda"), ("int4", "cuda")]

@@ -9,17 +9,16 @@ from pathlib import Path
 
 import onnx
 import pytest
-from click.testing import CliRunner, Result
 from onnx import TensorProto, helper
 
 from quantize import MODEL_FILE
-from quantize.__main__ import main
 from quantize.check import check_folder
 from quantize.check_graph import check_placement
 from quantize.graph_facts import graph_facts
 from quantize.model_folder import ModelFolder
 from quantize.report import Level, Report
 
+from .commands import run_quantize
 from .conftest import Bring, TinyModel
 from .edits import (
     DATA_FILE,
@@ -37,10 +36,6 @@ from .tiny import CONTEXT, VOCAB
 @pytest.fixture
 def folder(tiny_phi3: TinyModel, tmp_path: Path) -> Path:
     return copy_with_hashes(tiny_phi3.folder, tmp_path / "folder")
-
-
-def run_check(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["check", *arguments])
 
 
 def told(report: Report, level: Level) -> list[str]:
@@ -107,7 +102,7 @@ def test_data_file_that_is_not_whole_is_named(
     error = only_error(folder)
     assert error.startswith(f"weights: data file {DATA_FILE} is")
     assert says in error
-    assert run_check(str(folder), "--fast").exit_code == 1
+    assert run_quantize("check", str(folder), "--fast").exit_code == 1
 
 
 @pytest.mark.parametrize("location", ["../outside.data", "/tmp/outside.data"])
@@ -411,16 +406,16 @@ def test_longrope_tables_inside_the_branches_are_measured() -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["nowhere"], ["--slow", "."]], ids=str)
 def test_wrong_use_is_status_2(arguments: list[str]) -> None:
-    assert run_check(*arguments).exit_code == 2
+    assert run_quantize("check", *arguments).exit_code == 2
 
 
 def test_file_in_place_of_a_folder_is_status_2(folder: Path) -> None:
-    assert run_check(str(folder / MODEL_FILE)).exit_code == 2
+    assert run_quantize("check", str(folder / MODEL_FILE)).exit_code == 2
 
 
 def test_json_holds_the_same_report(folder: Path) -> None:
     (folder / DATA_FILE).unlink()
-    result = run_check(str(folder), "--fast", "--json")
+    result = run_quantize("check", str(folder), "--fast", "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert report["errors"] == 1
@@ -429,13 +424,13 @@ def test_json_holds_the_same_report(folder: Path) -> None:
 
 
 def test_good_folder_is_status_0_and_ends_with_a_summary(folder: Path) -> None:
-    result = run_check(str(folder), "--fast")
+    result = run_quantize("check", str(folder), "--fast")
     assert result.exit_code == 0
     assert "0 errors" in result.stdout.splitlines()[-1]
 
 
 def test_help_tells_of_both_commands() -> None:
-    shown = CliRunner().invoke(main, ["--help"]).output
+    shown = run_quantize("--help").output
     assert "python -m quantize [OPTIONS] MODEL" in shown
     assert "python -m quantize check [OPTIONS] FOLDER" in shown
-    assert "--fast" in run_check("--help").output
+    assert "--fast" in run_quantize("check", "--help").output

@@ -15,8 +15,8 @@ from quantize.per_token import PerToken
 from quantize.precision import PRECISIONS, choose, has_dot_product
 from quantize.weight_only import WeightOnly
 
+from .commands import run_quantize
 from .conftest import TinyModel
-from .test_export import run_quantize
 
 SLOW = [("fp16", "cpu"), ("fp32", "cuda"), ("int8-dynamic", "cuda")]
 

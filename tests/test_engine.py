@@ -9,17 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.engine import Engine
 from app.sequence import FinishReason, SamplingParams, Sequence, Status
 
-from .engines import greedy, run, stub_answer, stub_engine
-
-
-def answers(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
-    for sequence in sequences:
-        engine.submit(sequence)
-    run(engine)
-    return [sequence.output_ids for sequence in sequences]
+from .engines import answers, greedy, run, stub_answer, stub_engine
 
 
 def test_answer_is_what_the_model_says_token_by_token() -> None:

@@ -9,20 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from quantize.__main__ import main
 from quantize.export import export_fused
 from quantize.record import tool_versions
 
+from .commands import run_quantize
 from .edits import edit_json
 from .tiny import make_llama
-
-
-def run_quantize(*arguments: str) -> Result:
-    """The command line, in this process: the imports take longer than a tiny model."""
-    return CliRunner().invoke(main, arguments)
 
 
 def test_command_builds_a_whole_folder_and_nothing_else(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from quantize.rotary import context_length
 
 from .conftest import Named
 from .engines import greedy
-from .test_model import LENGTHS, TOLERANCE, ids_of_length, prefill
+from .logits import LENGTHS, TOLERANCE, ids_of_length, prefill
 from .tiny import CONTEXT, TorchReference
 from .tiny_families import FAMILIES, ORIGINAL, make_family
 

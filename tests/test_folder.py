@@ -30,7 +30,7 @@ from .conftest import TinyModel
 from .edits import copy_edited, copy_of
 from .engines import greedy
 from .live import ROOT
-from .test_model import cache_for, ids_of_length
+from .logits import cache_for, ids_of_length
 
 LOCATIONS = ["w", "model.onnx_data", "a/b.data", "6f1c2a34-98f0-11ee-b9d1-0242ac120002"]
 

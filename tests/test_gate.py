@@ -30,9 +30,9 @@ from quantize.sources import Source
 from quantize.speed import measure
 from quantize.weight_only import WeightOnly
 
+from .commands import run_quantize
 from .conftest import Build, TinyModel
 from .live import ROOT
-from .test_export import run_quantize
 from .tiny import make_llama
 from .tiny_tokenizers import byte_level_tokenizer
 

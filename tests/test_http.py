@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +18,9 @@ import requests
 
 from app.text import TextCodec
 
+from .commands import run_app
 from .conftest import TinyModel
-from .live import ROOT, LiveServer, wait_for
+from .live import LiveServer, wait_for
 from .tiny import CONTEXT
 
 
@@ -370,17 +368,6 @@ def test_model_len_above_the_context_is_refused_by_name(tiny_llama: TinyModel) -
     assert result.returncode == 2
     assert "MAX_MODEL_LEN" in result.stderr
     assert "256 tokens" in result.stderr
-
-
-def run_app(*arguments: str, model: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "app", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"MODEL_PATH": str(model)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
 
 
 def connect(server: LiveServer) -> http.client.HTTPConnection:

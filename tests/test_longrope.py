@@ -15,7 +15,7 @@ from quantize.rotary import context_limit, rotary_caches
 from .conftest import Build, TinyModel
 from .edits import edit_json
 from .engines import greedy, real_engine, run
-from .test_model import ids_of_length
+from .logits import ids_of_length
 from .tiny import TorchReference, make_phi3
 from .tiny_families import ORIGINAL, make_family
 

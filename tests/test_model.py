@@ -9,48 +9,22 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 import torch
-from numpy.typing import NDArray
 from optimum.onnxruntime import ORTModelForCausalLM
 
-from app.engine import Model
 from app.errors import UnservableModel
-from app.kv_cache import KVCache
 from app.model import OnnxModel, provider_warnings
-from app.sequence import PrefillChunk, Sequence, StepPlan
+from app.sequence import PrefillChunk, StepPlan
 from quantize import MODEL_FILE
 
 from .conftest import Build, TinyModel
-from .engines import greedy, real_engine, run
+from .engines import answers, greedy, real_engine
+from .logits import LENGTHS, TOLERANCE, LogitsCheck, cache_for, ids_of_length, prefill
 from .tiny import VOCAB, TorchReference, make_phi3
-
-LENGTHS = [1, 7, 33]
-TOLERANCE = 2e-4
-
-
-def ids_of_length(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length}-{seed}").choices(range(3, 290), k=length)
 
 
 @pytest.fixture(scope="module")
 def loaded(tiny: TinyModel) -> OnnxModel:
     return OnnxModel.load(tiny.folder, "cpu", num_threads=1)
-
-
-def cache_for(model: OnnxModel, num_rows: int = 8) -> KVCache:
-    return KVCache(model.spec.kv, num_rows, 256, model.device)
-
-
-def prefill(
-    model: OnnxModel, cache: KVCache, row: int, ids: list[int], chunk: int = 256
-) -> Sequence:
-    """Reads a prompt into `row`, in chunks; the sequence then holds its greedy first token."""
-    sequence = greedy(f"row-{row}", ids)
-    for start in range(0, len(ids), chunk):
-        piece = PrefillChunk(sequence, row, start, ids[start : start + chunk])
-        logits = model.forward(StepPlan([], piece, []), cache)
-        sequence.num_cached += len(piece.token_ids)
-    sequence.output_ids.append(int(logits[0].argmax()))
-    return sequence
 
 
 def test_graph_says_what_it_stores(loaded: OnnxModel) -> None:
@@ -105,11 +79,8 @@ def test_rows_do_not_see_what_others_left_in_the_cache(tiny: TinyModel, loaded: 
 def test_answers_in_a_mixed_batch_are_those_of_torch(tiny: TinyModel, order: list[int]) -> None:
     engine = real_engine(tiny.folder)
     sequences = [greedy(str(n), ids_of_length(n), num_tokens=12) for n in order]
-    for sequence in sequences:
-        engine.submit(sequence)
-    run(engine)
-    for sequence in sequences:
-        assert sequence.output_ids == tiny.reference.greedy(sequence.prompt_ids, 12)
+    expected = [tiny.reference.greedy(s.prompt_ids, 12) for s in sequences]
+    assert answers(engine, sequences) == expected
 
 
 def test_rows_that_join_and_leave_change_no_answer(tiny: TinyModel) -> None:
@@ -130,23 +101,6 @@ def test_rows_that_join_and_leave_change_no_answer(tiny: TinyModel) -> None:
         expected = tiny.reference.greedy(sequence.prompt_ids, sequence.params.max_tokens)
         assert sequence.output_ids == expected
     assert check.num_rows == sum(len(sequence.output_ids) for sequence in sequences)
-
-
-class LogitsCheck:
-    """A model that compares every row of logits with those of torch for all the row's ids."""
-
-    def __init__(self, model: Model, reference: TorchReference) -> None:
-        self._model = model
-        self._reference = reference
-        self.num_rows = 0
-
-    def forward(self, plan: StepPlan, cache: KVCache) -> NDArray[np.float32]:
-        logits = self._model.forward(plan, cache)
-        for row, sequence in enumerate(plan.sampled):
-            expected = self._reference.logits([*sequence.prompt_ids, *sequence.output_ids])[-1]
-            np.testing.assert_allclose(logits[row], expected, atol=TOLERANCE)
-            self.num_rows += 1
-        return logits
 
 
 def test_first_prompt_of_several_rows_is_gathered_at_each_last_token(tiny: TinyModel) -> None:

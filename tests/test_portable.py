@@ -12,11 +12,11 @@ import onnxruntime as ort
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx.external_data_helper import uses_external_data
 from safetensors.torch import load_file, save_file
 
 from quantize import MODEL_FILE, portable
 from quantize.errors import QuantizeError
+from quantize.external_data import is_external
 from quantize.portable import export_portable
 
 from .conftest import Build, Named
@@ -69,7 +69,7 @@ def test_weights_lie_in_one_file_beside_the_graph(exported: tuple[Path, Path]) -
     assert {path.name for path in folder.iterdir()} == {MODEL_FILE, f"{MODEL_FILE}.data"}
     graph = onnx.load(folder / MODEL_FILE, load_external_data=False).graph
     assert not [t.name for t in graph.initializer if t.ByteSize() > 2000]
-    assert any(uses_external_data(tensor) for tensor in graph.initializer)
+    assert any(is_external(tensor) for tensor in graph.initializer)
 
 
 def test_weight_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ from quantize import MODEL_FILE
 from quantize.external_data import external_tensors
 from quantize.graph_file import all_tensors
 
+from .commands import run_quantize
 from .conftest import Build, TinyModel
 from .edits import edit_json, truncate
 from .live import ROOT
-from .test_export import run_quantize
 from .tiny_tokenizers import byte_level_tokenizer
 
 INLINE_LIMIT = 1024  # bytes of a tensor; norms and constants of a tiny model are below

@@ -9,11 +9,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnx.external_data_helper import uses_external_data
 
 from quantize import MODEL_FILE
 from quantize.errors import QuantizeError
-from quantize.graph_copy import load_graph
+from quantize.external_data import is_external
+from quantize.graph_file import load_graph
 from quantize.rewrite import rewrite
 from quantize.tensors import Weights, WeightWriter
 from quantize.weight_only import WeightOnly
@@ -42,7 +42,7 @@ def test_data_file_that_is_cut_off_is_named(tmp_path: Path, tiny_llama: TinyMode
     source = shutil.copytree(tiny_llama.folder, tmp_path / "source")
     (source / f"{MODEL_FILE}.data").write_bytes(b"short")
     (tmp_path / "to").mkdir()
-    with pytest.raises(QuantizeError, match=rf"{MODEL_FILE}.data is cut off"):
+    with pytest.raises(QuantizeError, match=rf"{MODEL_FILE}.data is cut short"):
         rewrite(source, tmp_path / "to", WeightOnly)
 
 
@@ -64,7 +64,7 @@ def test_weights_in_attributes_come_along(tmp_path: Path) -> None:
     rewrite(plain, folder, WeightOnly)
     shutil.rmtree(plain)
     np.testing.assert_allclose(answer(folder, x), expected, atol=0.3)
-    assert uses_external_data(nodes_of(folder, "Constant")[0].attribute[0].t)
+    assert is_external(nodes_of(folder, "Constant")[0].attribute[0].t)
 
 
 def test_graph_without_a_matrix_is_refused(tmp_path: Path) -> None:

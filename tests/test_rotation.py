@@ -16,7 +16,7 @@ from quantize import MODEL_FILE
 from quantize.compare import compare
 from quantize.decoding import Decoding
 from quantize.floor import INT8_FLOOR
-from quantize.graph_copy import load_graph
+from quantize.graph_file import load_graph
 from quantize.per_token import PerToken
 from quantize.rewrite import rewrite
 from quantize.rotation import CannotRotate, rotate, turn

@@ -21,8 +21,8 @@ from quantize.precision import Choice, choose
 from quantize.rewrite import rewrite
 from quantize.space import Size, is_out_of_space, require_space, temporaries_in
 
+from .commands import run_quantize
 from .conftest import TinyModel
-from .test_export import run_quantize
 
 WIDTH, VOCAB = 512, 1000
 BILLION = Size(num_parameters=10**9, num_embedded=10**8, num_bytes=2 * 10**9)

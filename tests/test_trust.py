@@ -13,11 +13,11 @@ import pytest
 
 from app.text import TextCodec
 
+from .commands import run_app
 from .conftest import TinyModel
 from .edits import copy_of, weight_of
 from .folders import make_probe
 from .live import LiveServer
-from .test_http import run_app
 from .test_probe import TOKENS
 
 LIMIT, NOTE = 100, "longrope: served up to its short side"

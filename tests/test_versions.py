@@ -9,7 +9,7 @@ import pytest
 from quantize.errors import QuantizeError
 from quantize.versions import GOOD, check_versions
 
-from .test_export import run_quantize
+from .commands import run_quantize
 
 
 def pretend(folder: Path, name: str, version: str) -> None:
