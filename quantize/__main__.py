@@ -47,10 +47,16 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 @click.option(
     "--reduce-range", is_flag=True, help="7-bit weights, for CPUs without an 8-bit dot product."
 )
-@click.option("--max-kl", type=float, help="Gate: largest mean KL. [int8: 0.05, int4: 0.25]")
-@click.option("--min-top1", type=float, help="Gate: least agreement. [int8: 0.93, int4: 0.7]")
 @click.option(
-    "--max-perplexity-ratio", type=float, help="Gate: largest ratio. [int8: 1.03, int4: 1.2]"
+    "--max-kl", type=click.FloatRange(0), help="Gate: largest mean KL. [int8: 0.05, int4: 0.25]"
+)
+@click.option(
+    "--min-top1", type=click.FloatRange(0, 1), help="Gate: least agreement. [int8: 0.93, int4: 0.7]"
+)
+@click.option(
+    "--max-perplexity-ratio",
+    type=click.FloatRange(0),
+    help="Gate: largest ratio. [int8: 1.03, int4: 1.2]",
 )
 @click.option("--allow-quality-loss", is_flag=True, help="Publish below the gate's floor, too.")
 @click.option("--force", is_flag=True, help="Replace the output folder if it exists.")
@@ -79,7 +85,13 @@ def main(
         click.echo(check_versions())
         choice = choose(precision, device, allow_slow=allow_slow, reduce_range=reduce_range)
         click.echo(f"precision {choice.precision} for {choice.device}: {choice.reason}")
-        floor = choice.floor.moved(max_kl, min_top1, max_perplexity_ratio)
+        limits = (max_kl, min_top1, max_perplexity_ratio)
+        if not choice.is_quantized and (allow_quality_loss or limits != (None, None, None)):
+            raise QuantizeError(
+                f"{choice.precision} is not quantized and passes no gate: leave out --max-kl, "
+                "--min-top1, --max-perplexity-ratio and --allow-quality-loss"
+            )
+        gate = Gate(choice.floor.moved(*limits), allow_quality_loss, choice.device)
         with Workplace(output, replace=force) as workplace:
             scratch = workplace.scratch
 
@@ -90,7 +102,7 @@ def main(
                 temporaries_in(scratch),
                 resolve(model, workplace.cache, scratch, revision=revision, on_size=tell) as source,
             ):
-                build(source, workplace.folder, choice, Gate(floor, allow_quality_loss))
+                build(source, workplace.folder, choice, gate)
             workplace.publish()
     except QuantizeError as error:
         _refuse(str(error))

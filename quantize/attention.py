@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from .errors import QuantizeError
 from .families import LayerAttention, layer_attention
 
-_NODE = re.compile(r"/model/layers\.(\d+)/attn/GroupQueryAttention")
+NODE = re.compile(r"/model/layers\.(\d+)/attn/GroupQueryAttention")
 _COS_CACHE, _SIN_CACHE = 7, 8  # inputs of the node
 
 
@@ -24,7 +24,7 @@ def set_attention(graph: onnx.GraphProto, config: PretrainedConfig) -> None:
     layers = layer_attention(config)
     nodes: dict[int, onnx.NodeProto] = {}
     for node in graph.node:
-        found = _NODE.fullmatch(node.name)
+        found = NODE.fullmatch(node.name)
         if found is not None:
             nodes[int(found[1])] = node
     if sorted(nodes) != list(range(len(layers))):

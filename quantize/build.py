@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
+from . import MODEL_FILE
 from .errors import QuantizeError
 from .precision import Choice
 from .sources import Source
 
 if TYPE_CHECKING:
     from .gate import Gate
+
+
+_FINITE_TOKENS = 32  # of each row of the gate's text
 
 
 def build(source: Source, folder: Path, choice: Choice, gate: Gate | None) -> None:
@@ -38,6 +42,8 @@ def build(source: Source, folder: Path, choice: Choice, gate: Gate | None) -> No
         bar: tqdm[NoReturn]
         with tqdm(total=config.num_hidden_layers, unit="layer", mininterval=0.5) as bar:
             _write_graph(source, plain, choice, _on(bar))
+        if choice.graph_dtype == "fp16":
+            _require_finite(source, plain)
         if choice.is_quantized:
             with tqdm(
                 unit="matrix", mininterval=0.5, desc=f"quantizing to {choice.precision}"
@@ -49,6 +55,24 @@ def build(source: Source, folder: Path, choice: Choice, gate: Gate | None) -> No
             for file in plain.iterdir():
                 file.rename(folder / file.name)
     record.write(source, folder, choice, quantization, found)
+
+
+def _require_finite(source: Source, folder: Path) -> None:
+    """Weights and activations beyond 65,504 are infinite in fp16."""
+    import numpy as np
+    from transformers import AutoTokenizer
+
+    from .compare import gate_ids
+    from .reference import Reference
+
+    tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+    ids = gate_ids(tokenizer, _FINITE_TOKENS)
+    reference = Reference(folder, ids)
+    if not all(np.isfinite(reference.logits(column)).all() for column in range(ids.shape[1])):
+        raise QuantizeError(
+            "in fp16 the model gives NaN or infinite logits for an ordinary text: it needs a wider "
+            "range. Build it for the CPU (int8, int4 or fp32)"
+        )
 
 
 def _check(source: Source, choice: Choice) -> None:
@@ -76,10 +100,28 @@ def _write_graph(
 
     if source.graph is not None:
         copy_graph(source.graph, folder)
+        if source.form == "fused":
+            _mend_windows(source, folder)
     elif source.form == "fused":
         export_fused(source.folder, folder, on_stage, choice.graph_dtype)
     else:
         export_portable(source.folder, folder, on_stage)
+
+
+def _mend_windows(source: Source, folder: Path) -> None:
+    """Graph builders may leave a sliding window out; where they name their nodes as the one here
+    does, each layer gets transformers' own."""
+    from .attention import NODE, set_attention
+    from .export import read_config
+    from .families import FUSED
+    from .graph_file import load_graph
+
+    config = read_config(source.folder)
+    model = load_graph(folder / MODEL_FILE)
+    is_known = (config.architectures or [""])[0] in FUSED
+    if is_known and any(NODE.fullmatch(node.name) for node in model.graph.node):
+        set_attention(model.graph, config)
+        (folder / MODEL_FILE).write_bytes(model.SerializeToString())
 
 
 def _on(bar: tqdm[NoReturn]) -> Callable[[str], None]:

@@ -25,12 +25,16 @@ Logits = NDArray[np.float32]
 
 
 def gate_ids(tokenizer: PreTrainedTokenizerBase, max_len: int) -> NDArray[np.int64]:
-    """The shipped text as (NUM_ROWS, tokens), each row a part of it, `max_len` long at most."""
+    """The shipped text as (NUM_ROWS, tokens), each row a part of it, `max_len` long at most.
+
+    Rows begin at even distances, so that short ones see every language, too.
+    """
     ids: list[int] = []
     for path in sorted(TEXTS.glob("*.txt")):
         ids += tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False)
     width = min(len(ids) // NUM_ROWS, max_len)
-    return np.array(ids[: NUM_ROWS * width], np.int64).reshape(NUM_ROWS, width)
+    starts = np.linspace(0, len(ids) - width, NUM_ROWS).round().astype(np.int64)
+    return np.array([ids[start : start + width] for start in starts], np.int64)
 
 
 def compare(

@@ -13,6 +13,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from . import MODEL_FILE
+from .graph_file import load_graph
 
 _TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 
@@ -37,7 +38,8 @@ class Decoding:
         [logits] = [node for node in self._session.get_outputs() if node.name == "logits"]
         self._pasts = {name: node for name, node in inputs.items() if name.startswith("past_")}
         self._takes_positions = "position_ids" in inputs
-        self._is_fused = not self._takes_positions
+        nodes = load_graph(folder / MODEL_FILE).graph.node
+        self._is_fused = any(node.op_type == "GroupQueryAttention" for node in nodes)
         self._rows = rows
         self._max_len = max_len
         self._logits_shape = logits.shape

@@ -21,7 +21,7 @@ from .export import read_config
 from .hashes import RECORD_FILE, file_table
 from .precision import Choice
 from .probe import make_probe
-from .rotary import context_limit
+from .rotary import context_length, context_limit
 from .sources import Source
 
 # One of the two wheels of ONNX Runtime is installed.
@@ -53,13 +53,12 @@ def write(
         "chat_template_system": keeps_system,
         "tools": tool_versions(),
     }
-    if source.form == "fused" and (limit := context_limit(config)):
+    if limit := context_limit(config):
         record["context_length"], record["context_note"] = limit
     if choice.is_quantized:
         record |= {"quantization": quantization, "gate": gate}
     if choice.device == "cpu":
-        context = record.get("context_length", config.max_position_embeddings)
-        record["probe"] = make_probe(folder, tokenizer, context)
+        record["probe"] = make_probe(folder, tokenizer, context_length(config))
     record["files"] = file_table(folder)
     (folder / RECORD_FILE).write_text(json.dumps(record, indent=2) + "\n")
 

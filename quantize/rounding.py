@@ -10,15 +10,22 @@ from onnx import helper
 from .tensors import Weights, WeightWriter
 
 LEVELS = 127
+_COLUMNS = 4096  # rounded at a time
 
 
 def round_channels(
     weight: NDArray[np.float32], levels: int = LEVELS
 ) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """(in, out) -> whole numbers of that shape from -levels to levels, and scales (out,)."""
-    scale = np.abs(weight).max(axis=0) / np.float32(levels)
-    scale[scale == 0] = 1
-    return np.rint(weight / scale).astype(np.int8), scale.astype(np.float32)
+    rounded = np.empty(weight.shape, np.int8)
+    scales = np.empty(weight.shape[1], np.float32)
+    for start in range(0, weight.shape[1], _COLUMNS):
+        piece = weight[:, start : start + _COLUMNS]
+        scale = np.abs(piece).max(axis=0) / np.float32(levels)
+        scale[scale == 0] = 1
+        rounded[:, start : start + _COLUMNS] = np.rint(piece / scale)
+        scales[start : start + _COLUMNS] = scale
+    return rounded, scales
 
 
 def embed(node: onnx.NodeProto, weights: Weights, writer: WeightWriter) -> list[onnx.NodeProto]:

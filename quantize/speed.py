@@ -85,7 +85,9 @@ def measure_in_turns(
             root = Path(__file__).parents[1]
             run = subprocess.run(command, cwd=root, capture_output=True, text=True)
             if run.returncode:
-                raise QuantizeError(f"{folder} cannot be measured: {run.stderr[-400:]}")
+                raise QuantizeError(
+                    f"the measuring process ended with {run.returncode}: {run.stderr[-400:]}"
+                )
             runs[name].append(json.loads(run.stdout))
     return {
         name: {key: statistics.median(run[key] for run in found) for key in found[0]}

@@ -59,12 +59,12 @@ class WeightOnly:
         num_inputs, num_outputs = self._weights.shape(name)
         # Symmetric where the kernels want it, and where bits abound.
         is_symmetric = bits == 8 or self._is_for_cuda
-        blocks = round_blocks(self._weights.read(name), bits, is_symmetric=is_symmetric)
-        dtype = self._weights.stored(name).dtype
+        dtype = self._weights.stored(name).dtype  # of the scales, too
+        blocks = round_blocks(self._weights.read(name), bits, is_symmetric=is_symmetric, to=dtype)
         inputs = [
             node.input[0],
             writer.add(f"{name}/q{bits}", blocks.packed),
-            writer.add(f"{name}/scales", blocks.scales.astype(dtype)),
+            writer.add(f"{name}/scales", blocks.scales),
         ]
         if not is_symmetric:
             inputs.append(writer.add(f"{name}/zero_points", blocks.zero_points))
@@ -95,23 +95,30 @@ class Blocks:
     """A matrix as MatMulNBits has it. The last block is filled up with zeros."""
 
     packed: NDArray[np.uint8]  # (out, blocks, 32 * bits / 8), the lower half of a byte first
-    scales: NDArray[np.float32]  # (out * blocks,)
+    scales: NDArray[np.floating[Any]]  # (out * blocks,)
     zero_points: NDArray[np.uint8]  # (out * ceil(blocks * bits / 8),)
 
 
-def round_blocks(weight: NDArray[np.float32], bits: int, *, is_symmetric: bool) -> Blocks:
-    """Rounds a matrix (in, out) to the nearest of `2 ** bits` values of each block."""
+def round_blocks(
+    weight: NDArray[np.float32],
+    bits: int,
+    *,
+    is_symmetric: bool,
+    to: np.dtype[Any] = np.dtype(np.float32),  # noqa: B008 (a constant)
+) -> Blocks:
+    """Rounds a matrix (in, out) to the nearest of `2 ** bits` values of each block, with scales of
+    the type `to`."""
     num_inputs, num_outputs = weight.shape
     num_blocks = -(-num_inputs // BLOCK_SIZE)
     packed = np.empty((num_outputs, num_blocks, BLOCK_SIZE * bits // 8), np.uint8)
-    scales = np.empty((num_outputs, num_blocks), np.float32)
+    scales = np.empty((num_outputs, num_blocks), to)
     zero_points = np.empty((num_outputs, -(-num_blocks * bits // 8)), np.uint8)
     for start in range(0, num_outputs, _COLUMNS):
         columns = weight[:, start : start + _COLUMNS].T
         filled = np.zeros((len(columns), num_blocks * BLOCK_SIZE), np.float32)
         filled[:, :num_inputs] = columns
         blocks = filled.reshape(len(columns), num_blocks, BLOCK_SIZE)
-        scale, zero = _scales(blocks, bits, is_symmetric)
+        scale, zero = _scales(blocks, bits, is_symmetric, to)
         top = 2**bits - 1
         numbers = np.clip(np.rint(blocks / scale[..., None]) + zero[..., None], 0, top)
         piece = slice(start, start + len(columns))
@@ -122,16 +129,17 @@ def round_blocks(weight: NDArray[np.float32], bits: int, *, is_symmetric: bool) 
 
 
 def _scales(
-    blocks: NDArray[np.float32], bits: int, is_symmetric: bool
+    blocks: NDArray[np.float32], bits: int, is_symmetric: bool, to: np.dtype[Any]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Step and zero point of each block."""
     if is_symmetric:
         middle = np.float32(2 ** (bits - 1))
-        scale = np.abs(blocks).max(axis=2) / (middle - 1)
+        scale = (np.abs(blocks).max(axis=2) / (middle - 1)).astype(to).astype(np.float32)
         zero = np.full(scale.shape, middle, np.float32)
     else:
         low = np.minimum(blocks.min(axis=2), 0)
-        scale = (np.maximum(blocks.max(axis=2), 0) - low) / np.float32(2**bits - 1)
+        span = np.maximum(blocks.max(axis=2), 0) - low
+        scale = (span / np.float32(2**bits - 1)).astype(to).astype(np.float32)
         zero = np.rint(-low / np.where(scale == 0, 1, scale))
     return np.where(scale == 0, np.float32(1), scale), zero
 

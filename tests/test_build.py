@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
+from safetensors.torch import load_file, save_file
 
 from app.bridge import State
 from quantize import MODEL_FILE, gate
@@ -19,6 +21,7 @@ from .edits import copy_of
 from .engines import greedy, loaded_service, real_engine, run
 from .logits import ids_of_length
 from .test_gate import spoil, without_speed  # noqa: F401  a fixture
+from .tiny import make_llama, make_phi3
 
 CHECKED = [("fp32", "cpu"), ("int8", "cpu"), ("int4", "cpu"), ("int8-dynamic", "cpu")]
 CHECKED += [("fp16", "cuda"), ("int8", "cuda"), ("int4", "cuda")]
@@ -144,3 +147,44 @@ def test_reduced_range_comes_through_the_command_line(
     is_allowed = precision == "int8"
     assert ("mean KL" in result.stderr) is is_allowed
     assert ("--reduce-range is for int8" in result.stderr) is not is_allowed
+
+
+def test_window_that_a_graph_lacks_is_put_in(build_folder: Build, tmp_path: Path) -> None:
+    """An export by the same builder, whose window was left out."""
+    source = make_phi3(tmp_path / "phi3", sliding_window=16)
+    exported = copy_of(build_folder(source, "fp32"), tmp_path)
+    (exported / "quantization.json").unlink()
+    path = exported / MODEL_FILE
+    model = onnx.load(path, load_external_data=False)
+    for attribute in (a for n in model.graph.node for a in n.attribute):
+        if attribute.name == "local_window_size":
+            attribute.i = -1
+    path.write_bytes(model.SerializeToString())
+    output = tmp_path / "out"
+    run_quantize(str(exported), "--output", str(output), "--precision", "fp32")
+    nodes = onnx.load(output / MODEL_FILE, load_external_data=False).graph.node
+    windows = [a.i for n in nodes for a in n.attribute if a.name == "local_window_size"]
+    assert windows == [16, 16]
+
+
+@pytest.mark.parametrize("option", [["--max-kl", "0.1"], ["--allow-quality-loss"]], ids=str)
+def test_limits_of_a_gate_that_is_not_passed_are_refused(
+    option: list[str], tiny_llama: TinyModel, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    arguments = [str(tiny_llama.source), "--output", str(output), "--precision", "fp32"]
+    result = run_quantize(*arguments, *option)
+    assert (result.exit_code, output.exists()) == (2, False)
+    assert "passes no gate" in result.stderr
+
+
+def test_model_that_overflows_in_fp16_is_refused(tmp_path: Path) -> None:
+    source = make_llama(tmp_path / "source")
+    weights = load_file(source / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= 1e6
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    output = tmp_path / "out"
+    arguments = [str(source), "--output", str(output), "--precision", "fp16", "--device", "cuda"]
+    result = run_quantize(*arguments)
+    assert (result.exit_code, output.exists()) == (2, False)
+    assert "in fp16 the model gives NaN or infinite logits" in result.stderr

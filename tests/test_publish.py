@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from quantize.errors import QuantizeError
+from quantize.hashes import RECORD_FILE
 from quantize.publish import Workplace
 
 ROOT = Path(__file__).parents[1]
@@ -43,13 +44,16 @@ def run(code: str, output: Path) -> subprocess.CompletedProcess[str]:
 
 def publish(output: Path, replace: bool = False, **files: str) -> None:
     with Workplace(output, replace=replace) as workplace:
-        for name, text in files.items():
+        for name, text in ({RECORD_FILE: "{}"} | files).items():
             (workplace.folder / name).write_text(text)
         workplace.publish()
 
 
 def content(folder: Path) -> dict[str, str]:
-    return {file.name: file.read_text() for file in folder.iterdir()}
+    """Of a folder, but for the record that makes it one of ours."""
+    files = {file.name: file.read_text() for file in folder.iterdir()}
+    files.pop(RECORD_FILE, None)
+    return files
 
 
 @pytest.fixture
@@ -110,6 +114,31 @@ def test_existing_output_is_replaced_whole_if_asked(output: Path) -> None:
     publish(output, replace=True, model="new", config="{}")
     assert content(output) == {"model": "new", "config": "{}"}
     assert left_beside(output) == {"mine"}
+
+
+def test_somebody_elses_folder_is_never_replaced(output: Path) -> None:
+    output.mkdir(parents=True)
+    (output / "model.safetensors").write_text("the only copy")
+    with pytest.raises(QuantizeError, match="holds something else"):
+        publish(output, replace=True, model="new")
+    assert content(output) == {"model.safetensors": "the only copy"}
+
+
+def test_old_folder_is_back_if_the_new_one_cannot_take_its_place(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(output, model="old")
+    rename = os.replace
+
+    def fail_for_new(source: Path, target: Path) -> None:
+        if Path(source).name == "folder":
+            raise OSError("cannot rename")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", fail_for_new)
+    with pytest.raises(OSError, match="cannot rename"):
+        publish(output, replace=True, model="new")
+    assert content(output) == {"model": "old"}
 
 
 def test_replace_does_not_need_an_output(output: Path) -> None:
