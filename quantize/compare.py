@@ -7,7 +7,7 @@ own), in 16 rows, and their next-token distributions are compared at every posit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from .reference import Reference
 
 TEXTS = Path(__file__).parent / "gate_text"
 NUM_ROWS = 16
+Logits = NDArray[np.float32]
 
 
 def gate_ids(tokenizer: PreTrainedTokenizerBase, max_len: int) -> NDArray[np.int64]:
@@ -49,19 +50,28 @@ def compare(
     rows, num_tokens = ids.shape
     theirs = Reference(reference, ids, lambda share: on_progress(share / 2))
     ours = Decoding(candidate, rows, num_tokens, is_alone=False)
+
+    def pairs() -> Iterator[tuple[Logits, Logits]]:
+        for column in range(num_tokens - 1):
+            yield theirs.logits(column), ours.feed(ids[:, column : column + 1])
+            on_progress(0.5 + 0.5 * (column + 1) / (num_tokens - 1))
+
+    return quality_of(pairs(), ids)
+
+
+def quality_of(pairs: Iterable[tuple[Logits, Logits]], ids: NDArray[np.int64]) -> Quality:
+    """Of the second of each pair, measured by the first: the logits, (rows, vocab), that two graphs
+    have behind one column of `ids` after the other, but the last."""
     kl = nll = reference_nll = 0.0
     agreed = 0
-    each = np.arange(rows)
-    for column in range(num_tokens - 1):
-        q = _log_softmax(ours.feed(ids[:, column : column + 1]))
-        p = _log_softmax(theirs.logits(column))
-        following = ids[:, column + 1]
+    each = np.arange(len(ids))
+    for (reference, found), following in zip(pairs, ids.T[1:], strict=True):
+        p, q = _log_softmax(reference), _log_softmax(found)
         kl += float((p.exp() * (p - q)).sum())
         nll -= float(q[each, following].sum())
         reference_nll -= float(p[each, following].sum())
         agreed += int((p.argmax(1) == q.argmax(1)).sum())
-        on_progress(0.5 + 0.5 * (column + 1) / (num_tokens - 1))
-    total = rows * (num_tokens - 1)
+    total = len(ids) * (ids.shape[1] - 1)
     return Quality(
         num_tokens=total,
         perplexity=_perplexity(nll / total),

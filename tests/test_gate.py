@@ -11,6 +11,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -71,6 +72,14 @@ def source_of(model: TinyModel) -> Source:
 def without_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It only informs, and takes seconds."""
     monkeypatch.setattr("quantize.speed.measure_in_turns", lambda folders, num_tokens: {})
+
+
+def test_logits_stay_good_when_the_session_is_gone(tiny_llama: TinyModel) -> None:
+    kept = Decoding(tiny_llama.folder, 1, 8)
+    expected = kept.feed(IDS[:1, :8])
+    gone = [Decoding(tiny_llama.folder, 1, 8).feed(IDS[:1, :8]) for _ in range(3)]
+    for logits in gone:
+        np.testing.assert_array_equal(logits, expected)
 
 
 def test_identical_copy_agrees_everywhere(tiny_llama: TinyModel, tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ from quantize.graph_file import all_tensors, load_graph
 from quantize.onnx_source import check_onnx, find_graph
 from quantize.sources import resolve
 
-from .conftest import Build, TinyModel
+from .conftest import Bring, Build, TinyModel
 from .edits import edit_json
+from .folders import make_portable
+from .matrices import weights_of
 from .tiny import VOCAB
 
 NAMES = ["w", "model.onnx_data", "a/b.data"]
@@ -307,6 +309,18 @@ def test_fp16_graph_is_quantized_for_cuda(tiny_llama: TinyModel, built: Build) -
 def test_missing_file_of_an_export_is_named(name: str, folder: Path) -> None:
     (folder / name).unlink()
     assert f"{name} is missing" in refusal(folder / MODEL_FILE)
+
+
+def test_every_matrix_of_another_tools_export_is_quantized(
+    tiny_llama: TinyModel, bring: Bring, built: Build
+) -> None:
+    """optimum's own, whose LM head is tied to the embedding."""
+    folder = built(bring(make_portable, tiny_llama.source), "int8")
+    record = json.loads((folder / "quantization.json").read_text())
+    assert (record["kind"], record["form"]) == ("onnx", "portable")
+    assert record["quantization"]["matrices"] == 2 * 5 + 1  # keys' and values' are too small
+    large = [w.dtype for w in weights_of(folder).values() if w.ndim > 1 and w.size > 4096]
+    assert large == [np.int8] * (2 * 3 + 2)  # gate, up, down; embedding and LM head
 
 
 def test_export_is_quantized_as_it_is(

@@ -105,6 +105,21 @@ def test_weight_that_nobody_reads_any_more_is_left_behind(
     assert new.keys() <= {name for node in nodes for name in node.input}
 
 
+def test_nodes_without_names_do_not_get_the_same_ones(tmp_path: Path) -> None:
+    """ONNX Runtime refuses two nodes of one name."""
+    nodes = [
+        helper.make_node("Gemm", ["x", "w", "b"], ["once"]),
+        helper.make_node("Gemm", ["once", "w", "b"], ["y"]),
+    ]
+    weights = {"w": draw(64, 64), "b": draw(64, seed=4)}
+    plain = write_graph(tmp_path / "plain", nodes, weights, axes=2)
+    (folder := tmp_path / "to").mkdir()
+    rewrite(plain, folder, WeightOnly)
+    x = draw(3, 64, seed=5)
+    expected = answer(plain, x)
+    np.testing.assert_allclose(answer(folder, x), expected, atol=0.03 * np.abs(expected).max())
+
+
 def test_embedding_is_looked_up_in_8_bits_with_a_scale_per_row(tmp_path: Path) -> None:
     table = draw(101, 64) * np.linspace(0.01, 100, 101, dtype=np.float32)[:, None]
     table[7] = 0
