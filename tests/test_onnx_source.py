@@ -209,7 +209,7 @@ def retype_ids(graph: onnx.GraphProto) -> None:
     ids.type.tensor_type.elem_type = TensorProto.INT32
 
 
-def make_portable(graph: onnx.GraphProto) -> None:
+def ask_for_positions(graph: onnx.GraphProto) -> None:
     rename_operators(graph)
     graph.input.append(
         helper.make_tensor_value_info("position_ids", TensorProto.INT64, ["rows", "tokens"])
@@ -255,7 +255,7 @@ def test_graph_that_cannot_be_used_is_refused_with_the_reason(
 
 
 def test_portable_export_that_froze_its_rotary_embedding_is_refused(folder: Path) -> None:
-    graph = edit(folder, make_portable)
+    graph = edit(folder, ask_for_positions)
     assert check_onnx(graph).form == "portable"
     edit_json(folder / "config.json", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     assert "tracing freezes its rope_scaling 'dynamic'" in refusal(graph)
