@@ -44,7 +44,9 @@ class Gate:
         tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
         ids = gate_ids(tokenizer, window)
         bar: tqdm[NoReturn]
-        with tqdm(total=100, unit="%", desc="comparing with the unquantized graph") as bar:
+        with tqdm(
+            total=100, unit="%", mininterval=0.5, desc="comparing with the unquantized graph"
+        ) as bar:
             quality = compare(reference, candidate, ids, lambda share: _show(bar, share))
         shortfalls = self.floor.shortfalls(quality)
         is_refused = bool(shortfalls) and not self.allow_quality_loss
@@ -71,8 +73,7 @@ class Gate:
 
 
 def _show(bar: tqdm[NoReturn], share: float) -> None:
-    bar.n = round(100 * share)
-    bar.refresh()
+    bar.update(round(100 * share) - bar.n)
 
 
 def _measure(folders: dict[str, Path], window: int) -> tuple[dict[str, dict[str, float]], str]:
