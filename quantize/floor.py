@@ -9,11 +9,11 @@ from .errors import QuantizeError
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """A quantized graph against the fp32 graph, over `num_tokens` predictions.
+    """A quantized graph against the unquantized one, over `num_tokens` predictions.
 
     `perplexity` is exp of the mean negative log-likelihood of the text's tokens; `mean_kl` the mean
-    of KL(fp32 || quantized) in nats (Kullback and Leibler, 1951); `top1_agreement` the share of
-    positions at which both find the same token likeliest.
+    of KL(unquantized || quantized) in nats (Kullback and Leibler, 1951); `top1_agreement` the share
+    of positions at which both find the same token likeliest.
     """
 
     num_tokens: int

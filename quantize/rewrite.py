@@ -82,24 +82,22 @@ def _replaced(
 
 
 def is_matrix(node: onnx.NodeProto, weights: Weights) -> bool:
-    return (
-        node.op_type == "MatMul"
-        and node.input[1] in weights
-        and len(weights.shape(node.input[1])) == 2
-        and math.prod(weights.shape(node.input[1])) >= _SMALLEST
-        and weights.is_float(node.input[1])
-    )
+    return node.op_type == "MatMul" and _is_table(node.input[1], weights)
 
 
 def is_embedding(node: onnx.NodeProto, weights: Weights) -> bool:
     """A table that is looked up by token, or by position."""
+    by_row = not any(a.name == "axis" and a.i != 0 for a in node.attribute)
+    return node.op_type == "Gather" and by_row and _is_table(node.input[0], weights)
+
+
+def _is_table(name: str, weights: Weights) -> bool:
+    """A constant of two axes, of floating point, and large enough."""
     return (
-        node.op_type == "Gather"
-        and node.input[0] in weights
-        and len(weights.shape(node.input[0])) == 2
-        and math.prod(weights.shape(node.input[0])) >= _SMALLEST
-        and weights.is_float(node.input[0])
-        and not any(a.name == "axis" and a.i != 0 for a in node.attribute)
+        name in weights
+        and len(weights.shape(name)) == 2
+        and math.prod(weights.shape(name)) >= _SMALLEST
+        and weights.is_float(name)
     )
 
 
