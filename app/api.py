@@ -40,17 +40,17 @@ def create_app(service: Service) -> Flask:
     def generate() -> Response:
         model = service.model
         parsed = protocol.parse(protocol.GenerateRequest, _read_body(service))
-        completion = service.submit(parsed)
-        deltas = iter(completion)
+        answer = service.submit(parsed)
+        deltas = iter(answer)
         if not parsed.stream:
-            return _json(protocol.result(completion, deltas, model.name))
+            return _json(protocol.result(answer, deltas, model.name))
         # The first delta comes before the status: a failure until then is still a real 5xx.
         try:
             deltas = itertools.chain([next(deltas)], deltas)
         except Exception:
-            completion.abort()
+            answer.abort()
             raise
-        return Response(protocol.events(completion, deltas, model.name), headers=_SSE_HEADERS)
+        return Response(protocol.events(answer, deltas, model.name), headers=_SSE_HEADERS)
 
     @app.get("/health/live")
     def live() -> Response:

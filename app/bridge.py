@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -44,30 +44,29 @@ class State(enum.Enum):
 
 
 class TokenStream:
-    """A sequence's advances, on the hub's side, in order and without loss."""
+    """A sequence's advances, on the hub's side, in order and without loss.
 
-    def __init__(self, sequence: Sequence) -> None:
+    `arrival` is set when there are some; the sequences of one request share it.
+    """
+
+    def __init__(self, sequence: Sequence, arrival: gevent.event.Event) -> None:
         self.sequence = sequence
         self._arrived: list[Advance] = []
-        self._event = gevent.event.Event()
+        self._arrival = arrival
 
-    def __iter__(self) -> Iterator[list[Advance]]:
-        """Yields what has come since the last turn; ends with the sequence. Waits on the hub."""
-        is_finished = False
-        while not is_finished:
-            self._event.wait()
-            self._event.clear()
-            advances, self._arrived = self._arrived, []
-            is_finished = any(advance.finish_reason is not None for advance in advances)
-            yield advances
+    def take(self) -> list[Advance]:
+        """What has come since the last time."""
+        advances, self._arrived = self._arrived, []
+        return advances
 
     def put(self, advance: Advance) -> None:
         self._arrived.append(advance)
-        self._event.set()
+        self._arrival.set()
 
-    def abort(self) -> None:
-        """The client has gone: the engine ends the sequence before its next step."""
-        self.sequence.is_aborted = True
+    def end(self, reason: FinishReason) -> None:
+        """No more tokens are wanted: the engine ends the sequence before its next step."""
+        if not self.sequence.is_finished:
+            self.sequence.ended_by = reason
 
 
 class Bridge:
@@ -106,14 +105,17 @@ class Bridge:
         self._wake.start(self._deliver)
         self._thread.start()
 
-    def submit(self, sequence: Sequence) -> TokenStream:
-        """Raises NotReady unless the engine runs."""
+    def submit(self, sequences: list[Sequence]) -> tuple[list[TokenStream], gevent.event.Event]:
+        """Their streams, and the event that tells of news in any. Raises NotReady unless the
+        engine runs."""
         if self.state is not State.READY:
             raise NotReady(self.why_not_ready)
-        stream = TokenStream(sequence)
-        self._streams[sequence] = stream
-        self._inbox.put(sequence)
-        return stream
+        arrival = gevent.event.Event()
+        streams = [TokenStream(sequence, arrival) for sequence in sequences]
+        for stream in streams:
+            self._streams[stream.sequence] = stream
+            self._inbox.put(stream.sequence)
+        return streams, arrival
 
     def off_hub(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
         """Runs `function` on a native thread; the hub turns meanwhile."""

@@ -1,61 +1,159 @@
-"""One request's answer as it grows: token ids in, text deltas out.
+"""One request's answer as it grows: token ids in, text deltas out, for each of its choices.
 
-Plain and streamed answers both come through here, so they cannot differ.
+Plain and streamed answers both come through here, so they cannot differ. It belongs to the hub.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .errors import ModelFailure, NotReady
-from .sequence import FinishReason, Sequence
+from .errors import DeadlineExceeded, ModelFailure, NotReady
+from .sequence import Advance, FinishReason, Sequence, TokenLogprobs
+from .stops import StopMatcher
 
 if TYPE_CHECKING:
+    from gevent.event import Event
+
     from .bridge import TokenStream
     from .text import Detokenizer  # brings transformers, which the hub does not wait for
 
 
-_COMPLETE = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A generated token and what the model thought of it; for requests that ask for that."""
+
+    id: int
+    logprobs: TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Text that can be sent, and on the last delta why the answer ends."""
+    """Text that can be sent, and on a choice's last delta why it ends.
+
+    `tokens` are those that came since the delta before, if log-probabilities were asked for: all
+    that were generated but an end token. Their text may be held back still.
+    """
 
     text: str
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None = None
+    tokens: tuple[Token, ...] = ()
 
 
 class Completion:
-    """Iterate once: yields deltas, the last one with a finish reason.
+    """One choice. `num_tokens` is how many tokens it has taken, an end token included: the engine
+    may be ahead of it."""
 
-    Raises ModelFailure if the engine fails, NotReady if the server stops.
-    """
-
-    def __init__(self, stream: TokenStream, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self, stream: TokenStream, detokenizer: Detokenizer, stops: Iterable[str] = ()
+    ) -> None:
         self.sequence: Sequence = stream.sequence
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
         self._stream = stream
         self._detokenizer = detokenizer
+        self._stops = StopMatcher(stops)
+        self._tokens: list[Token] = []
 
-    def __iter__(self) -> Iterator[Delta]:
-        for advances in self._stream:
-            last = advances[-1]
-            reason = last.finish_reason
-            ids = [advance.token_id for advance in advances if advance.token_id is not None]
-            if reason is FinishReason.STOP:
-                ids.pop()  # the EOS itself is no text
-            is_complete = reason in _COMPLETE
-            text = self._detokenizer.feed(ids, is_last=is_complete)
-            if text or is_complete:
-                yield Delta(text, reason if is_complete else None)
-            if reason is FinishReason.ERROR:
-                raise ModelFailure(last.error or "the model run failed")
-            if reason is FinishReason.ABORT:  # not by this client, which is still here
-                raise NotReady(last.error or "the request was aborted")
+    def take(self) -> Delta | None:
+        """What has come; None if that is nothing to tell.
+
+        Raises ModelFailure if the engine failed, NotReady if the server stops.
+        """
+        text = ""
+        for advance in self._stream.take():
+            if self.finish_reason is not None:  # came behind a stop string, or too late
+                break
+            text += self._add(advance)
+        return self._delta(text)
+
+    def end(self, reason: FinishReason) -> Delta | None:
+        """Ends the choice from our side, if it has not ended; its last delta."""
+        if self.finish_reason is not None:
+            return None
+        self._stream.end(reason)
+        self.finish_reason = reason
+        return self._delta(self._rest())
+
+    def _add(self, advance: Advance) -> str:
+        """Text that the advance completes."""
+        reason = advance.finish_reason
+        if reason is FinishReason.ERROR:
+            raise ModelFailure(advance.error or "the model run failed")
+        if reason is FinishReason.ABORT:  # not by this client, which is still here
+            raise NotReady(advance.error or "the request was aborted")
+        text = ""
+        if advance.token_id is not None:
+            self.num_tokens += 1
+            if advance.token_id not in self.sequence.end_ids:
+                text = self._detokenizer.feed([advance.token_id])
+                if self.num_tokens >= self.sequence.params.min_tokens:
+                    text = self._stops.feed(text)
+                if advance.logprobs is not None:
+                    self._tokens.append(Token(advance.token_id, advance.logprobs))
+        if reason is not None:
+            text += self._rest()
+            self.finish_reason = FinishReason.STOP if self._stops.is_stopped else reason
+        elif self._stops.is_stopped:
+            self.finish_reason = FinishReason.STOP
+            self._stream.end(FinishReason.STOP)
+        return text
+
+    def _rest(self) -> str:
+        """What was held back, now that no more comes: half a character, the start of a stop."""
+        return self._stops.feed(self._detokenizer.feed([], is_last=True)) + self._stops.flush()
+
+    def _delta(self, text: str) -> Delta | None:
+        if not text and self.finish_reason is None and not self._tokens:
+            return None
+        tokens, self._tokens = tuple(self._tokens), []
+        return Delta(text, self.finish_reason, tokens)
+
+
+class Answer:
+    """All choices of one request. Iterate once: yields (choice, delta) as they come, for each
+    choice one with a finish reason.
+
+    Raises ModelFailure if the engine fails, NotReady if the server stops, DeadlineExceeded if
+    `deadline_at` (of `time.monotonic`) passes before any choice has a token.
+    """
+
+    def __init__(
+        self, completions: list[Completion], arrival: Event, deadline_at: float | None = None
+    ) -> None:
+        self.completions = completions
+        self._arrival = arrival
+        self._deadline_at = deadline_at
+
+    def __iter__(self) -> Iterator[tuple[int, Delta]]:
+        running = dict(enumerate(self.completions))
+        while running:
+            self._arrival.wait(self._seconds_left())
+            self._arrival.clear()
+            # What has come by the deadline counts.
+            for choice, completion in running.items():
+                if (delta := completion.take()) is not None:
+                    yield choice, delta
+            if self._seconds_left() == 0.0:
+                yield from self._expire(running)
+            running = {i: c for i, c in running.items() if c.finish_reason is None}
 
     def abort(self) -> None:
-        """The client has gone; nothing happens if the answer is complete."""
-        if not self.sequence.is_finished:
-            self._stream.abort()
+        """The client has gone, or the answer cannot be given; nothing happens if it is complete."""
+        for completion in self.completions:
+            completion.end(FinishReason.ABORT)
+
+    def _seconds_left(self) -> float | None:
+        if self._deadline_at is None:
+            return None
+        return max(0.0, self._deadline_at - time.monotonic())
+
+    def _expire(self, running: dict[int, Completion]) -> Iterator[tuple[int, Delta]]:
+        ended = [(i, completion.end(FinishReason.TIMEOUT)) for i, completion in running.items()]
+        if not any(completion.num_tokens for completion in self.completions):
+            raise DeadlineExceeded("the request's time was over before its first token")
+        for choice, delta in ended:
+            if delta is not None:
+                yield choice, delta

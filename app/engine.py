@@ -96,7 +96,7 @@ class Engine:
     def _run(self, plan: StepPlan) -> Sampled:
         self._cache.apply(plan.moves)
         if plan.is_empty:
-            return Sampled(np.empty(0, np.int64), np.empty(0, np.bool_))
+            return sample(np.empty((0, 1), np.float32), [])
         logits = self._model.forward(plan, self._cache)
         sampled = sample(logits, plan.sampled)
         if num_spoiled := int(np.count_nonzero(~sampled.is_finite)):

@@ -6,6 +6,7 @@
     |   `-- UnreadableBody    400  shorter than announced, or broken chunks
     |-- PayloadTooLarge       413
     |-- UnsupportedMediaType  415
+    |-- DeadlineExceeded      504  no token within the request's time
     |-- NotReady              503  loading, failed or shutting down
     `-- ModelFailure          500  the model run failed for this request
     UnservableModel           the folder cannot be served correctly; ends the process at start
@@ -69,6 +70,12 @@ class UnsupportedMediaType(ServeError):
     status = 415
     type = "invalid_request_error"
     code = "unsupported_media_type"
+
+
+class DeadlineExceeded(ServeError):
+    status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
 
 
 class NotReady(ServeError):

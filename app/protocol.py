@@ -15,10 +15,12 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import InvalidRequest, PromptTooLong, ServeError
-from .sequence import SamplingParams, Sequence
+from .sequence import SamplingParams
 
 if TYPE_CHECKING:
-    from .completion import Completion, Delta
+    from .completion import Answer, Completion, Delta
+
+    Indexed = tuple[int, Delta]
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +130,11 @@ def resolve_max_tokens(request: GenerateRequest, num_prompt: int, max_model_len:
     return request.max_tokens
 
 
-def usage(sequence: Sequence) -> dict[str, int]:
-    num_prompt, num_output = len(sequence.prompt_ids), len(sequence.output_ids)
+def usage(completions: list[Completion]) -> dict[str, int]:
+    """Tokens of a request: each prompt once, and of all choices."""
+    prompts = {id(c.sequence.prompt_ids): len(c.sequence.prompt_ids) for c in completions}
+    num_prompt = sum(prompts.values())
+    num_output = sum(completion.num_tokens for completion in completions)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
@@ -137,15 +142,16 @@ def usage(sequence: Sequence) -> dict[str, int]:
     }
 
 
-def timings(sequence: Sequence) -> dict[str, float | None]:
+def timings(completion: Completion) -> dict[str, float | None]:
     """Seconds in the queue, until the first token from there, and from it to the last; and the
     rate of the tokens after the first."""
+    sequence = completion.sequence
     admitted, first = sequence.admitted_at, sequence.first_token_at
     last = sequence.last_token_at
     if admitted is None or first is None or last is None:
         return {}
     decode = last - first
-    rate = (len(sequence.output_ids) - 1) / decode if decode > 0 else None
+    rate = (completion.num_tokens - 1) / decode if decode > 0 else None
     return {
         "queue_seconds": round(admitted - sequence.arrived_at, 6),
         "prefill_seconds": round(first - admitted, 6),
@@ -154,43 +160,43 @@ def timings(sequence: Sequence) -> dict[str, float | None]:
     }
 
 
-def result(completion: Completion, deltas: Iterable[Delta], model: str) -> dict[str, Any]:
+def result(answer: Answer, deltas: Iterable[Indexed], model: str) -> dict[str, Any]:
     """The whole answer as one object."""
     try:
-        taken = list(deltas)
+        taken = [delta for _, delta in deltas]
     finally:
-        completion.abort()  # nothing to do but after a failure
-    return {"text": "".join(delta.text for delta in taken)} | _end(completion, taken[-1], model)
+        answer.abort()  # nothing to do but after a failure
+    text = "".join(delta.text for delta in taken)
+    return {"text": text} | _end(answer, taken[-1], model)
 
 
-def events(completion: Completion, deltas: Iterable[Delta], model: str) -> Iterator[bytes]:
+def events(answer: Answer, deltas: Iterable[Indexed], model: str) -> Iterator[bytes]:
     """The answer as SSE: an event per delta, the last with what the plain answer has besides.
 
     The status has been sent by then, so a failure becomes one error event, and the stream ends.
     """
     try:
-        for delta in deltas:
-            end = _end(completion, delta, model) if delta.finish_reason is not None else {}
+        for _, delta in deltas:
+            end = _end(answer, delta, model) if delta.finish_reason is not None else {}
             yield event({"text": delta.text} | end)
     except ServeError as error:
         yield event(error.body())
     except Exception:
-        log.exception("request %s failed in mid-stream", completion.sequence.request_id)
+        log.exception("request %s failed in mid-stream", answer.completions[0].sequence.request_id)
         yield event(ServeError("the server failed on this request").body())
     finally:  # also when a write failed because the client has left
-        completion.abort()
+        answer.abort()
 
 
 def event(fields: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(fields) + b"\n\n"
 
 
-def _end(completion: Completion, last: Delta, model: str) -> dict[str, Any]:
-    sequence = completion.sequence
+def _end(answer: Answer, last: Delta, model: str) -> dict[str, Any]:
     return {
         "finish_reason": last.finish_reason,
-        "usage": usage(sequence),
-        "timings": timings(sequence),
-        "request_id": sequence.request_id,
+        "usage": usage(answer.completions),
+        "timings": timings(answer.completions[0]),
+        "request_id": answer.completions[0].sequence.request_id,
         "model": model,
     }

@@ -3,13 +3,17 @@ number of tokens so far, never on its neighbours."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .sequence import SamplingParams, Sequence
+from .sequence import SamplingParams, Sequence, TokenLogprobs
+
+NO_MASKS: Mapping[int, NDArray[np.uint32]] = MappingProxyType({})
 
 # A nucleus nearly always lies within this many tokens; only else is the vocabulary sorted.
 _NUCLEUS_HEAD = 1024
@@ -20,11 +24,20 @@ class Sampled:
     """One entry per row of logits: the chosen token, and whether the row could be trusted."""
 
     token_ids: NDArray[np.int64]  # (rows,)
-    is_finite: NDArray[np.bool_]  # (rows,)
+    is_finite: NDArray[np.bool_]  # (rows,), the model's logits are numbers
+    has_choice: NDArray[np.bool_]  # (rows,), the request permits a token at least
+    logprobs: Mapping[int, TokenLogprobs]  # of the rows that asked for them
 
 
-def sample(logits: NDArray[np.float32], sequences: list[Sequence]) -> Sampled:
+def sample(
+    logits: NDArray[np.float32],
+    sequences: list[Sequence],
+    masks: Mapping[int, NDArray[np.uint32]] = NO_MASKS,
+) -> Sampled:
     """Chooses the next token of each row of `logits`, shape (rows, vocab).
+
+    `masks` holds of some rows a bit per token, the lowest of each word first: 1 if the row's
+    grammar permits it.
 
     A row with a NaN or +inf, or of -inf only, is marked not finite and its token is meaningless;
     the other rows are not affected.
@@ -36,7 +49,7 @@ def sample(logits: NDArray[np.float32], sequences: list[Sequence]) -> Sampled:
         if sequence.params.temperature > 0 and is_finite[row]:
             draw = uniform(sequence.params.seed, step=len(sequence.output_ids))
             token_ids[row] = _draw(logits[row], sequence.params, draw)
-    return Sampled(token_ids, is_finite)
+    return Sampled(token_ids, is_finite, np.ones(len(sequences), np.bool_), {})
 
 
 def uniform(seed: int, step: int) -> float:

@@ -13,11 +13,22 @@ from collections import deque
 
 from .repetition import extend_runs, num_repeats
 from .sampler import Sampled
-from .sequence import Advance, FinishReason, Move, PrefillChunk, Sequence, Status, StepPlan
+from .sequence import (
+    Advance,
+    Constraint,
+    FinishReason,
+    Move,
+    PrefillChunk,
+    Sequence,
+    Status,
+    StepPlan,
+    TokenLogprobs,
+)
 
 _NOT_FINITE = (
     "the model's logits are not finite for this request (an overflow in fp16, or broken weights)"
 )
+_NO_CHOICE = "no token is left that this request's grammar or its allowed tokens permit"
 
 
 class Scheduler:
@@ -34,7 +45,7 @@ class Scheduler:
         self._decoding: list[Sequence] = []  # index = row
         self._prefilling: Sequence | None = None
         self._prefill_row = 0
-        self._aborted: list[Advance] = []
+        self._ended: list[Advance] = []
 
     @property
     def num_waiting(self) -> int:
@@ -49,11 +60,15 @@ class Scheduler:
         return not (self._waiting or self.num_running)
 
     def add(self, sequence: Sequence) -> None:
+        params = sequence.params
+        sequence.end_ids = params.stop_token_ids | (
+            frozenset() if params.ignore_eos else self._eos_ids
+        )
         self._waiting.append(sequence)
 
     def plan(self) -> StepPlan:
         """Drops what has ended, admits what fits, and says who runs."""
-        self._abort_marked()
+        self._end_marked()
         moves = self._close_gaps()
         if self._prefilling is None and self._waiting and self._has_free_row():
             self._prefilling = self._waiting.popleft()
@@ -70,23 +85,30 @@ class Scheduler:
                 self._prefilling = None
         for sequence in plan.decode:
             sequence.num_cached += 1
-        advances = self._take_aborted()
+        advances = self._take_ended()
         for row, sequence in enumerate(plan.sampled):
-            if sampled.is_finite[row]:
-                advances.append(self._append(sequence, int(sampled.token_ids[row])))
-            else:
+            if not sampled.is_finite[row]:
                 advances.append(_failed(sequence, _NOT_FINITE))
+            elif not sampled.has_choice[row]:
+                advances.append(_failed(sequence, _NO_CHOICE))
+            else:
+                token_id, logprobs = int(sampled.token_ids[row]), sampled.logprobs.get(row)
+                advances.append(self._append(sequence, token_id, logprobs))
         return advances
 
     def fail(self, plan: StepPlan, error: str) -> list[Advance]:
         """Ends every sequence of a step that raised; their rows are free in the next plan."""
         sequences = [*plan.decode, *([plan.prefill.sequence] if plan.prefill else [])]
-        return self._take_aborted() + [_failed(sequence, error) for sequence in sequences]
+        return self._take_ended() + [_failed(sequence, error) for sequence in sequences]
 
-    def _append(self, sequence: Sequence, token_id: int) -> Advance:
+    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Advance:
         sequence.output_ids.append(token_id)
-        params = sequence.params
-        if token_id in self._eos_ids and not params.ignore_eos:
+        params, constraint = sequence.params, sequence.constraint
+        if (
+            token_id in sequence.end_ids
+            or constraint is not None
+            and _completes(constraint, token_id)
+        ):
             sequence.finish(FinishReason.STOP)
         elif params.repetition_guard and _repeats(sequence):
             sequence.finish(FinishReason.REPETITION)
@@ -95,7 +117,7 @@ class Scheduler:
             or sequence.num_tokens >= self._max_model_len
         ):
             sequence.finish(FinishReason.LENGTH)
-        return Advance(sequence, token_id, sequence.finish_reason)
+        return Advance(sequence, token_id, sequence.finish_reason, logprobs=logprobs)
 
     def _has_free_row(self) -> bool:
         return self.num_running < self._max_batch_size
@@ -108,19 +130,19 @@ class Scheduler:
         token_ids = sequence.prompt_ids[start : start + self._prefill_chunk]
         return PrefillChunk(sequence, self._prefill_row, start, token_ids)
 
-    def _abort_marked(self) -> None:
-        """Ends the sequences whose client has gone, wherever they are."""
+    def _end_marked(self) -> None:
+        """Ends the sequences that the hub wants no more of, wherever they are."""
         running = [*self._decoding, *([self._prefilling] if self._prefilling else [])]
         for sequence in [*self._waiting, *running]:
-            if sequence.is_aborted and not sequence.is_finished:
-                sequence.finish(FinishReason.ABORT)
-                self._aborted.append(Advance(sequence, None, FinishReason.ABORT))
+            if sequence.ended_by is not None and not sequence.is_finished:
+                sequence.finish(sequence.ended_by)
+                self._ended.append(Advance(sequence, None, sequence.ended_by))
         if any(sequence.is_finished for sequence in self._waiting):
             self._waiting = deque(s for s in self._waiting if not s.is_finished)
 
-    def _take_aborted(self) -> list[Advance]:
-        aborted, self._aborted = self._aborted, []
-        return aborted
+    def _take_ended(self) -> list[Advance]:
+        ended, self._ended = self._ended, []
+        return ended
 
     def _close_gaps(self) -> list[Move]:
         """Removes finished rows; the moves that keep the rows contiguous, in order."""
@@ -142,6 +164,11 @@ class Scheduler:
             moves.append(Move(self._prefill_row, len(rows), self._prefilling.num_cached))
             self._prefill_row = len(rows)
         return moves
+
+
+def _completes(constraint: Constraint, token_id: int) -> bool:
+    constraint.accept(token_id)
+    return constraint.is_complete
 
 
 def _repeats(sequence: Sequence) -> bool:

@@ -6,7 +6,9 @@ Token ids and integers; text, JSON and arrays are other modules' business.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 class Status(enum.Enum):
@@ -19,6 +21,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     REPETITION = "repetition"
+    TIMEOUT = "timeout"
     ABORT = "abort"
     ERROR = "error"
 
@@ -27,39 +30,75 @@ class FinishReason(enum.StrEnum):
 class SamplingParams:
     """How to choose tokens. Values are valid already: the edge has checked them.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; `seed` alone, with the number of
-    the step, determines the random choices. `repetition_guard` is how often in a row the same
-    n-gram ends an answer; 0 is off.
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1, `min_p` 0 and the penalties 1, 0, 0 are off;
+    `seed` alone, with the number of the step, determines the random choices. Until `min_tokens`
+    no end token can come. `repetition_guard` is how often in a row the same n-gram ends an answer;
+    0 is off. `num_logprobs` asks for the log-probability of each token, and of so many of the
+    likeliest beside it.
     """
 
     max_tokens: int
+    min_tokens: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
     seed: int = 0
     ignore_eos: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
     repetition_guard: int = 0
+    num_logprobs: int | None = None
+
+
+class Constraint(Protocol):
+    """A grammar, and how far the answer has come in it. Belongs to the engine thread."""
+
+    def accept(self, token_id: int) -> None:
+        """The answer goes on with a token that the grammar allowed."""
+
+    @property
+    def is_complete(self) -> bool:
+        """The answer is whole, and nothing can follow it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own probabilities: before temperature, penalties, bias
+    and masks."""
+
+    logprob: float  # of the token that was chosen
+    top: tuple[tuple[int, float], ...]  # of the likeliest, likeliest first: id and logprob
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Invariant: `num_cached` tokens of `prompt_ids + output_ids` have their keys in the cache.
 
-    `is_aborted` is the one field that the hub writes; the engine thread reads it between steps.
+    `ended_by` is the one field that the hub writes, to end the sequence early: its client has gone,
+    its deadline passed, or its text holds a stop string. The engine thread reads it between steps.
+    `end_ids` are the tokens that end the answer, once it has a scheduler.
     Instants are in seconds of the engine's clock, None until they have come.
     """
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
+    constraint: Constraint | None = None
     arrived_at: float = 0.0
+    end_ids: frozenset[int] = frozenset()
     output_ids: list[int] = field(default_factory=list)
     num_cached: int = 0
     runs: list[int] = field(default_factory=list)  # of `repetition`, if it is guarded
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None
-    is_aborted: bool = False
+    ended_by: FinishReason | None = None
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -136,3 +175,4 @@ class Advance:
     token_id: int | None
     finish_reason: FinishReason | None
     error: str | None = None
+    logprobs: TokenLogprobs | None = None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from .bridge import Bridge, State
-from .completion import Completion
+from .completion import Answer, Completion
 from .config import Settings
 from .errors import InvalidRequest, NotReady
 from .metrics import Metrics
@@ -48,7 +48,7 @@ class Service:
             raise NotReady(self.bridge.why_not_ready)
         return self._model
 
-    def submit(self, request: GenerateRequest) -> Completion:
+    def submit(self, request: GenerateRequest) -> Answer:
         """Tokenizes and queues a request. Raises InvalidRequest if it does not fit."""
         model, arrived_at = self.model, time.monotonic()
         # A long prompt takes long to tokenize: not on the hub, where it would stall every stream.
@@ -66,7 +66,9 @@ class Service:
             params=request.sampling_params(max_tokens),
             arrived_at=arrived_at,
         )
-        return Completion(self.bridge.submit(sequence), model.codec.detokenizer())
+        streams, arrival = self.bridge.submit([sequence])
+        completions = [Completion(stream, model.codec.detokenizer()) for stream in streams]
+        return Answer(completions, arrival)
 
     def _load(self) -> Engine:
         from .graph import read_graph

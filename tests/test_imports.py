@@ -20,6 +20,7 @@ OWN: dict[str, set[str]] = {
     "edge": set(),
     "machine": set(),
     "repetition": set(),
+    "stops": set(),
     "precision": set(),
     # the model folder, as far as it can be read without its weights
     "record": {"errors"},
@@ -46,7 +47,7 @@ OWN: dict[str, set[str]] = {
     "engine": {"kv_cache", "sampler", "scheduler", "sequence"},
     "bridge": {"engine", "errors", "sequence"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
-    "completion": {"bridge", "errors", "sequence", "text"},
+    "completion": {"bridge", "errors", "sequence", "stops", "text"},
     # HTTP
     "protocol": {"completion", "errors", "sequence"},
     "loading": {

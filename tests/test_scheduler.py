@@ -27,7 +27,9 @@ def step(scheduler: Scheduler, decode: bool = True) -> StepPlan:
     if not decode:
         plan = StepPlan(plan.moves, plan.prefill, [])
     rows = len(plan.sampled)
-    scheduler.commit(plan, Sampled(np.ones(rows, np.int64), np.ones(rows, np.bool_)))
+    scheduler.commit(
+        plan, Sampled(np.ones(rows, np.int64), np.ones(rows, np.bool_), np.ones(rows, np.bool_), {})
+    )
     return plan
 
 
