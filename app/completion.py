@@ -121,8 +121,13 @@ class Answer:
     """
 
     def __init__(
-        self, completions: list[Completion], arrival: Event, deadline_at: float | None = None
+        self,
+        request_id: str,
+        completions: list[Completion],
+        arrival: Event,
+        deadline_at: float | None = None,
     ) -> None:
+        self.request_id = request_id
         self.completions = completions
         self._arrival = arrival
         self._deadline_at = deadline_at
@@ -139,6 +144,10 @@ class Answer:
             if self._seconds_left() == 0.0:
                 yield from self._expire(running)
             running = {i: c for i, c in running.items() if c.finish_reason is None}
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.completions[0].sequence.params.num_logprobs is not None
 
     def abort(self) -> None:
         """The client has gone, or the answer cannot be given; nothing happens if it is complete."""

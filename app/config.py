@@ -31,6 +31,8 @@ class Settings:
     max_model_len: int
     prefill_chunk: int
     max_body_bytes: int
+    max_timeout_ms: int
+    served_model_name: tuple[str, ...]
     log_level: str
 
 
@@ -46,6 +48,13 @@ def _not_one(_: click.Context, __: click.Parameter, value: int) -> int:
     if value == 1:
         raise click.BadParameter("1 leaves no room for a prompt and an answer.")
     return value
+
+
+def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in value.split(",")) if value else ()
+    if not all(names):
+        raise click.BadParameter("a name between the commas is empty.")
+    return names
 
 
 def _check(**values: Any) -> Settings:
@@ -147,6 +156,22 @@ OPTIONS: list[click.Parameter] = [
         "Largest request body.",
         type=click.IntRange(1),
         default=1 << 20,
+    ),
+    _option(
+        "--max-timeout-ms",
+        "max_timeout_ms",
+        "Most milliseconds that a request may take, and the deadline of those that name none; 0 "
+        "is no limit.",
+        type=click.IntRange(0),
+        default=3_600_000,
+    ),
+    _option(
+        "--served-model-name",
+        "served_model_name",
+        "Names that clients may give as `model`, separated by commas; the first one is shown. "
+        "Empty takes the model's own.",
+        default="",
+        callback=_names,
     ),
     _option(
         "--log-level",

@@ -4,6 +4,7 @@
     |-- InvalidRequest        400  a field is missing, unknown or out of range; `param` names it
     |   |-- PromptTooLong     400  the prompt leaves no room for a token
     |   `-- UnreadableBody    400  shorter than announced, or broken chunks
+    |-- ModelNotFound         404  another model than the one that is served
     |-- PayloadTooLarge       413
     |-- UnsupportedMediaType  415
     |-- DeadlineExceeded      504  no token within the request's time
@@ -58,6 +59,12 @@ class PromptTooLong(InvalidRequest):
 
 class UnreadableBody(InvalidRequest):
     code = "unreadable_body"
+
+
+class ModelNotFound(ServeError):
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
 
 
 class PayloadTooLarge(ServeError):

@@ -33,6 +33,8 @@ class LoadedModel:
     name: str
     codec: TextCodec
     max_model_len: int
+    vocab_size: int  # of the logits: often more than the tokenizer has
+    created_at: int  # seconds since 1970
     info: dict[str, Any]
 
 
@@ -60,7 +62,11 @@ def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, 
         "versions": _versions(),
     }
     engine = Engine(model, cache, scheduler, observer)
-    return engine, LoadedModel(info["model"], codec, cache.max_len, info)
+    created_at = int(model.graph.path.stat().st_mtime)
+    loaded = LoadedModel(
+        info["model"], codec, cache.max_len, model.spec.vocab_size, created_at, info
+    )
+    return engine, loaded
 
 
 def _check_fit(model: OnnxModel, codec: TextCodec, settings: Settings) -> None:

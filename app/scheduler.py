@@ -103,12 +103,8 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Advance:
         sequence.output_ids.append(token_id)
-        params, constraint = sequence.params, sequence.constraint
-        if (
-            token_id in sequence.end_ids
-            or constraint is not None
-            and _completes(constraint, token_id)
-        ):
+        params = sequence.params
+        if token_id in sequence.end_ids or _completes(sequence.constraint, token_id):
             sequence.finish(FinishReason.STOP)
         elif params.repetition_guard and _repeats(sequence):
             sequence.finish(FinishReason.REPETITION)
@@ -166,7 +162,9 @@ class Scheduler:
         return moves
 
 
-def _completes(constraint: Constraint, token_id: int) -> bool:
+def _completes(constraint: Constraint | None, token_id: int) -> bool:
+    if constraint is None:
+        return False
     constraint.accept(token_id)
     return constraint.is_complete
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -16,18 +17,39 @@ from prometheus_client import CollectorRegistry
 from .bridge import Bridge, State
 from .completion import Answer, Completion
 from .config import Settings
-from .errors import InvalidRequest, NotReady
+from .errors import NotReady
+from .limits import check_min_tokens, check_token_ids, resolve_max_tokens
 from .metrics import Metrics
-from .protocol import GenerateRequest, resolve_max_tokens
-from .sequence import Sequence
+from .sequence import Constraint, Sequence
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .fields import SamplingFields
     from .loading import LoadedModel
 
 log = logging.getLogger(__name__)
 
-_LONG_PROMPT = 8192  # characters
+_LONG_TEXT = 8192  # characters
+
+# Between the seeds of a prompt's choices: the golden ratio of 2**64, so that seeds that follow
+# each other do not share streams.
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a route asks of the engine: prompts, and what it has read out of the request's fields
+    besides those that all routes share."""
+
+    request_id: str
+    arrived_at: float  # of `time.monotonic`
+    prompts: list[list[int]]
+    num_logprobs: int | None = None
+    max_tokens: int | None = None  # if the request gives it
+    default_max_tokens: int | None = None  # None: what the context leaves
+    deadline_at: float | None = None
+    constrain: Callable[[], Constraint] | None = None
+    visible_ids: frozenset[int] = field(default_factory=frozenset)  # control tokens to be shown
 
 
 class Service:
@@ -48,27 +70,56 @@ class Service:
             raise NotReady(self.bridge.why_not_ready)
         return self._model
 
-    def submit(self, request: GenerateRequest) -> Answer:
-        """Tokenizes and queues a request. Raises InvalidRequest if it does not fit."""
-        model, arrived_at = self.model, time.monotonic()
-        # A long prompt takes long to tokenize: not on the hub, where it would stall every stream.
-        encode, text, raw = model.codec.encode, request.prompt, request.parse_special
-        if len(text) > _LONG_PROMPT:
-            prompt_ids = self.bridge.off_hub(encode, text, parse_special=raw)
-        else:
-            prompt_ids = encode(text, parse_special=raw)
-        if not prompt_ids:
-            raise InvalidRequest("prompt: it has no tokens", param="prompt")
-        max_tokens = resolve_max_tokens(request, len(prompt_ids), model.max_model_len)
-        sequence = Sequence(
-            request_id=f"gen-{uuid.uuid4().hex}",
-            prompt_ids=prompt_ids,
-            params=request.sampling_params(max_tokens),
-            arrived_at=arrived_at,
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """What a request may call the model; the first one is what answers call it."""
+        return self.settings.served_model_name or (self.model.name,)
+
+    def encode(
+        self, text: str, *, parse_special: bool = False, prefix: bool | None = None
+    ) -> list[int]:
+        """Token ids of a text. A long one takes long: not on the hub, where it would stall every
+        stream."""
+        encode = self.model.codec.encode
+        if len(text) > _LONG_TEXT:
+            return self.bridge.off_hub(encode, text, parse_special=parse_special, prefix=prefix)
+        return encode(text, parse_special=parse_special, prefix=prefix)
+
+    def submit(self, fields: SamplingFields, ask: Ask) -> Answer:
+        """Queues a sequence for each choice of each prompt, choices of a prompt side by side.
+
+        Raises InvalidRequest if one does not fit.
+        """
+        codec = self.model.codec
+        check_token_ids(fields, self.model.vocab_size)
+        sequences = [
+            sequence
+            for prompt_ids in ask.prompts
+            for sequence in self._choices(fields, ask, prompt_ids)
+        ]
+        streams, arrival = self.bridge.submit(sequences)
+        completions = [
+            Completion(stream, codec.detokenizer(ask.visible_ids), fields.stop_strings)
+            for stream in streams
+        ]
+        return Answer(ask.request_id, completions, arrival, ask.deadline_at)
+
+    def _choices(self, fields: SamplingFields, ask: Ask, prompt_ids: list[int]) -> list[Sequence]:
+        max_tokens = resolve_max_tokens(
+            ask.max_tokens, ask.default_max_tokens, len(prompt_ids), self.model.max_model_len
         )
-        streams, arrival = self.bridge.submit([sequence])
-        completions = [Completion(stream, model.codec.detokenizer()) for stream in streams]
-        return Answer(completions, arrival)
+        check_min_tokens(fields.min_tokens, max_tokens)
+        params = fields.params(max_tokens, ask.num_logprobs)
+        return [
+            Sequence(
+                ask.request_id,
+                prompt_ids,
+                replace(params, seed=(params.seed + choice * _SEED_STRIDE) % 2**64),
+                constraint=ask.constrain() if ask.constrain else None,
+                arrived_at=ask.arrived_at,
+            )
+            for choice in range(fields.num_choices)
+        ]
 
     def _load(self) -> Engine:
         from .graph import read_graph

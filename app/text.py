@@ -8,8 +8,9 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from .errors import UnservableModel
 from .folder import CONFIG_FILE, GENAI_FILE, read_json
 
+_NONE: Mapping[int, bytes] = MappingProxyType({})
 _SENTINEL = "answer-of-the-assistant"
 
 
@@ -33,6 +35,11 @@ class TextCodec:
         self._plain: Tokenizer = Tokenizer.from_str(self._control_parser.to_str())
         self._plain.encode_special_tokens = True
         self._token_bytes = token_bytes(self._control_parser)
+        added = self._control_parser.get_added_tokens_decoder()
+        self._control: dict[int, str] = {
+            id_: token.content for id_, token in added.items() if token.special
+        }
+        self._added_blank = self._find_added_blanks()
 
     @classmethod
     def load(cls, folder: Path) -> TextCodec:
@@ -52,21 +59,61 @@ class TextCodec:
     def vocab_size(self) -> int:
         return len(self._token_bytes)
 
-    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+    def encode(
+        self, text: str, *, parse_special: bool = False, prefix: bool | None = None
+    ) -> list[int]:
         """Token ids of `text`.
 
         Control tokens written in the text are plain text, and the tokenizer's own prefix (BOS) is
-        added; with `parse_special` they are control tokens and nothing is added.
+        added; with `parse_special` they are control tokens and nothing is added. `prefix` decides
+        otherwise.
         """
+        prefix = not parse_special if prefix is None else prefix
+        tokenizer = self._control_parser if parse_special else self._plain
         # As a batch of one: for a batch the library releases the GIL.
-        if parse_special:
-            [encoding] = self._control_parser.encode_batch([text], add_special_tokens=False)
-        else:
-            [encoding] = self._plain.encode_batch([text], add_special_tokens=True)
+        [encoding] = tokenizer.encode_batch([text], add_special_tokens=prefix)
         return list(encoding.ids)
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._token_bytes)
+    def spell(self, token_id: int) -> bytes:
+        """What a token stands for as a person reads it: control tokens by their names."""
+        if token_id in self._control:
+            return self._control[token_id].encode()
+        return self._token_bytes[token_id] if token_id < self.vocab_size else b""
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text that `encode` makes these ids of, control tokens written out.
+
+        Not the text that a model would add with them: SentencePiece's tokenizers put a blank in
+        front of a text, which is none of it.
+        """
+        at_start, behind_control = self._added_blank
+        spelled: list[bytes] = []
+        is_added = at_start
+        for id_ in token_ids:
+            piece = self.spell(id_)
+            if id_ in self._control:
+                is_added = behind_control
+            elif piece:
+                if is_added:
+                    piece = piece.removeprefix(b" ")
+                is_added = False
+            spelled.append(piece)
+        return b"".join(spelled).decode("utf-8", "replace")
+
+    def _find_added_blanks(self) -> tuple[bool, bool]:
+        """Is a blank put in front of a text, and of what follows a control token?"""
+
+        def is_blank(text: str) -> bool:
+            ids = self._control_parser.encode(text, add_special_tokens=False).ids
+            first = next((id_ for id_ in ids if id_ not in self._control), None)
+            return first is not None and self._token_bytes[first].startswith(b" ")
+
+        control = next(iter(self._control.values()), "")
+        return is_blank("a"), bool(control) and is_blank(f"{control}a")
+
+    def detokenizer(self, visible_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """For one answer; control tokens are no text of it, but for `visible_ids`."""
+        return Detokenizer(self._token_bytes, {id_: self.spell(id_) for id_ in visible_ids})
 
 
 class Detokenizer:
@@ -77,14 +124,16 @@ class Detokenizer:
     character turn into U+FFFD, and so does a character that the last token left unfinished.
     """
 
-    def __init__(self, token_bytes: list[bytes]) -> None:
+    def __init__(self, token_bytes: list[bytes], visible: Mapping[int, bytes] = _NONE) -> None:
+        """`token_bytes` by id; those of `visible` hold instead."""
         self._token_bytes = token_bytes
+        self._visible = visible
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_ids: Iterable[int], *, is_last: bool = False) -> str:
         table = self._token_bytes
         # A model's vocabulary is often padded: ids behind the tokenizer's last stand for nothing.
-        known = [table[id_] for id_ in token_ids if id_ < len(table)]
+        known = [self._visible.get(id_) or table[id_] for id_ in token_ids if id_ < len(table)]
         return self._decoder.decode(b"".join(known), is_last)
 
 

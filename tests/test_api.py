@@ -24,10 +24,10 @@ from app.sequence import StepPlan
 from app.service import Service
 from app.text import Detokenizer, TextCodec
 
-from .engines import StubModel, stub_answer, stub_engine
+from .engines import STUB_VOCAB, StubModel, stub_answer, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
-SETTINGS = Settings(Path(), "127.0.0.1", 0, "cpu", False, 1, 4, 64, 8, 100_000, "info")
+SETTINGS = Settings(Path(), "127.0.0.1", 0, "cpu", False, 1, 4, 64, 8, 100_000, 0, (), "info")
 
 
 class StubService(Service):
@@ -39,7 +39,7 @@ class StubService(Service):
     def _load(self) -> Engine:
         engine, self.stub = stub_engine(eos_ids=self.eos_ids, observer=self.metrics)
         codec = TextCodec(byte_level_tokenizer(), frozenset())
-        self._model = LoadedModel("stub", codec, 64, {"model": "stub"})
+        self._model = LoadedModel("stub", codec, 64, STUB_VOCAB, 1_700_000_000, {"model": "stub"})
         return engine
 
 

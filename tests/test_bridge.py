@@ -11,7 +11,7 @@ import pytest
 from app.bridge import Bridge, State, TokenStream
 from app.engine import Engine
 from app.errors import NotReady
-from app.sequence import FinishReason
+from app.sequence import Advance, FinishReason, Sequence
 
 from .engines import StubModel, greedy, stub_answer, stub_engine
 
@@ -44,9 +44,23 @@ def wait_until(condition: Callable[[], bool]) -> None:
             gevent.sleep(0.001)
 
 
-def read(stream: TokenStream) -> list[int]:
+def submit(bridge: Bridge, sequence: Sequence) -> TokenStream:
+    [stream], _ = bridge.submit([sequence])
+    return stream
+
+
+def advances_of(stream: TokenStream) -> list[Advance]:
+    """All of them, to the end."""
+    advances = stream.take()
     with gevent.Timeout(20):
-        advances = [advance for batch in stream for advance in batch]
+        while not (advances and advances[-1].finish_reason is not None):
+            gevent.sleep(0.001)
+            advances += stream.take()
+    return advances
+
+
+def read(stream: TokenStream) -> list[int]:
+    advances = advances_of(stream)
     assert [d.finish_reason is not None for d in advances] == [False] * (len(advances) - 1) + [True]
     return [advance.token_id for advance in advances if advance.token_id is not None]
 
@@ -54,7 +68,7 @@ def read(stream: TokenStream) -> list[int]:
 def test_every_stream_gets_all_its_tokens_in_order(started: Started) -> None:
     bridge, _ = started(max_batch_size=8, max_model_len=300)
     prompts = [[i, i + 1] for i in range(60)]
-    streams = [bridge.submit(greedy(str(p), p, 200)) for p in prompts]
+    streams = [submit(bridge, greedy(str(p), p, 200)) for p in prompts]
     jobs = [gevent.spawn(read, stream) for stream in streams]
     assert [job.get() for job in jobs] == [stub_answer(p, 200) for p in prompts]
 
@@ -63,7 +77,7 @@ def test_model_runs_on_a_native_thread_of_its_own(started: Started) -> None:
     bridge, model = started()
     idents: set[int] = set()
     model.change = lambda plan, logits: idents.add(threading.get_ident())
-    read(bridge.submit(greedy("a", [1], 3)))
+    read(submit(bridge, greedy("a", [1], 3)))
     assert len(idents) == 1
     assert threading.get_ident() not in idents
 
@@ -78,7 +92,7 @@ def test_hub_turns_while_the_model_runs(started: Started) -> None:
         assert hub_has_turned.wait(20)
 
     model.change = block
-    stream = bridge.submit(greedy("a", [1], 2))
+    stream = submit(bridge, greedy("a", [1], 2))
     wait_until(entered.is_set)
     hub_has_turned.set()
     assert read(stream) == stub_answer([1], 2)
@@ -86,10 +100,18 @@ def test_hub_turns_while_the_model_runs(started: Started) -> None:
 
 def test_abort_frees_the_row_of_a_running_sequence(started: Started) -> None:
     bridge, _ = started(max_batch_size=1, max_model_len=100_000)
-    endless = bridge.submit(greedy("endless", [1], 90_000))
-    next(iter(endless))
-    endless.abort()
-    assert read(bridge.submit(greedy("next", [2], 3))) == stub_answer([2], 3)
+    endless = submit(bridge, greedy("endless", [1], 90_000))
+    wait_until(lambda: bool(endless.take()))
+    endless.end(FinishReason.ABORT)
+    assert read(submit(bridge, greedy("next", [2], 3))) == stub_answer([2], 3)
+
+
+def test_sequences_of_one_request_share_the_event_that_tells_of_news(started: Started) -> None:
+    bridge, _ = started()
+    streams, arrival = bridge.submit([greedy("a", [1], 3), greedy("b", [2], 40)])
+    with gevent.Timeout(20):
+        assert arrival.wait()
+    assert [read(stream) for stream in streams] == [stub_answer([1], 3), stub_answer([2], 40)]
 
 
 def test_load_that_fails_is_told_and_refuses_requests() -> None:
@@ -101,7 +123,7 @@ def test_load_that_fails_is_told_and_refuses_requests() -> None:
     assert bridge.ended.wait(20)
     assert (bridge.state, str(bridge.failure)) == (State.FAILED, "no such model")
     with pytest.raises(NotReady, match="failed"):
-        bridge.submit(greedy("a", [1]))
+        submit(bridge, greedy("a", [1]))
 
 
 def test_requests_are_refused_while_loading() -> None:
@@ -115,7 +137,7 @@ def test_requests_are_refused_while_loading() -> None:
     bridge = Bridge(load)
     bridge.start()
     with pytest.raises(NotReady, match="loading"):
-        bridge.submit(greedy("a", [1]))
+        submit(bridge, greedy("a", [1]))
     go_on.set()
     wait_until(lambda: bridge.is_ready)
     bridge.request_stop()
@@ -141,15 +163,15 @@ def test_stop_while_loading_does_not_wait_for_the_load() -> None:
 def test_death_of_the_engine_thread_ends_every_stream(started: Started) -> None:
     """A fault outside the model's own run, which the engine would survive."""
     bridge, model = started(max_batch_size=1, max_model_len=100_000)
-    streams = [bridge.submit(greedy(str(i), [1], 90_000)) for i in range(3)]
-    next(iter(streams[0]))
+    streams = [submit(bridge, greedy(str(i), [1], 90_000)) for i in range(3)]
+    wait_until(lambda: bool(streams[0].take()))
 
     def die(plan: object, logits: object) -> None:
         raise SystemExit("killed")
 
     model.change = die
     for stream in streams:
-        last = list(stream)[-1][-1]
+        last = advances_of(stream)[-1]
         assert (last.finish_reason, last.error) == (FinishReason.ERROR, "the server has stopped")
     assert bridge.state is State.FAILED
     assert not bridge.is_ready
@@ -167,7 +189,7 @@ def test_two_failed_steps_in_a_row_end_readiness_until_a_self_test_succeeds(
 
     model.change = fail
     for _ in range(2):
-        list(bridge.submit(greedy("a", [1], 1)))
+        advances_of(submit(bridge, greedy("a", [1], 1)))
     assert not bridge.is_ready
     num_tests = len(model.plans)
     wait_until(lambda: len(model.plans) > num_tests + 2)  # each of them fails
@@ -183,14 +205,14 @@ def test_signal_after_a_failure_does_not_hide_it(started: Started) -> None:
         raise SystemExit("killed")
 
     model.change = die
-    list(bridge.submit(greedy("a", [1], 1)))
+    advances_of(submit(bridge, greedy("a", [1], 1)))
     bridge.request_stop()
     assert bridge.state is State.FAILED
 
 
 def test_stop_aborts_open_streams(started: Started) -> None:
     bridge, _ = started(max_batch_size=1, max_model_len=100_000)
-    stream = bridge.submit(greedy("endless", [1], 90_000))
-    next(iter(stream))
+    stream = submit(bridge, greedy("endless", [1], 90_000))
+    wait_until(lambda: bool(stream.take()))
     bridge.request_stop()
-    assert list(stream)[-1][-1].finish_reason is FinishReason.ABORT
+    assert advances_of(stream)[-1].finish_reason is FinishReason.ABORT

@@ -49,32 +49,46 @@ OWN: dict[str, set[str]] = {
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
     "completion": {"bridge", "errors", "sequence", "stops", "text"},
     # HTTP
-    "protocol": {"completion", "errors", "sequence"},
+    "fields": {"sequence"},
+    "generate_requests": {"fields"},
+    "openai_requests": {"fields"},
+    "protocol": {"errors"},
+    "limits": {"errors", "fields"},
+    "replies": {"completion", "errors", "text"},
+    "generate_replies": {"completion", "replies", "text"},
+    "openai_replies": {"completion", "replies", "sequence", "text", "tools"},
     "loading": {
         *{"config", "engine", "errors", "graph", "kv_cache", "machine", "model", "probe"},
         *{"record", "scheduler", "text"},
     },
     "service": {
         *{"bridge", "completion", "config", "engine", "errors", "graph", "loading", "metrics"},
-        *{"protocol", "sequence"},
+        *{"fields", "limits", "sequence"},
     },
-    "api": {"errors", "protocol", "service"},
+    "http": {"completion", "config", "errors", "limits", "protocol", "replies"},
+    "generate_api": {
+        *{"errors", "generate_replies", "generate_requests", "http", "limits", "service"},
+    },
+    "openai_api": {
+        *{"errors", "fields", "http", "limits", "openai_replies", "openai_requests", "service"},
+    },
+    "api": {"errors", "generate_api", "http", "openai_api", "service"},
     "__main__": {"api", "bridge", "config", "edge", "errors", "service"},
 }
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
     "click": {"config"},
-    "flask": {"api", "edge"},
-    "gevent": {"__main__", "bridge", "edge"},
+    "flask": {"api", "edge", "generate_api", "http", "openai_api"},
+    "gevent": {"__main__", "bridge", "completion", "edge"},
     "numpy": {"engine", "form", "fused", "model", "portable", "probe", "sampler"},
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"form", "fused", "model"},
     "optimum": {"model"},
-    "orjson": {"api", "protocol"},
+    "orjson": {"http", "protocol", "replies"},
     "prometheus_client": {"api", "metrics", "service"},
     "psutil": {"machine"},
-    "pydantic": {"protocol", "record"},
+    "pydantic": {"fields", "generate_requests", "http", "openai_requests", "protocol", "record"},
     "tokenizers": {"text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
     "transformers": {"text"},

@@ -10,7 +10,8 @@ import click
 import pytest
 
 from app.config import OPTIONS
-from app.protocol import GenerateRequest, parse
+from app.generate_requests import GenerateRequest
+from app.protocol import parse
 from quantize.families import FUSED
 from quantize.forms import PORTABLE
 

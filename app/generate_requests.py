@@ -1,0 +1,80 @@
+"""The bodies of our own routes: `/generate`, `/tokenize`, `/detokenize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from .fields import MAX_LOGPROBS, SamplingFields, Strict, TokenId
+
+DEFAULT_MAX_TOKENS = 256
+
+
+class GenerateRequest(SamplingFields):
+    """The body of `POST /generate`."""
+
+    prompt: str = Field(min_length=1, description="text of at least one character")
+    parse_special: bool = Field(
+        False,
+        description="true or false; true reads control tokens written in the prompt as such and "
+        "adds none, for prompts that already carry the model's chat template",
+    )
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        le=2,
+        allow_inf_nan=False,
+        description="a number from 0 (greedy) to 2; by default 0, or 1 if top_p, top_k, min_p or "
+        "seed is given",
+    )
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description=f"an integer from 0 to {MAX_LOGPROBS}, of how many of the likeliest tokens "
+        "beside each token of the answer",
+    )
+    regex: str | None = Field(
+        None, min_length=1, description="a regular expression that the whole answer matches"
+    )
+    grammar: str | None = Field(
+        None, min_length=1, description="a grammar in llguidance's Lark that the answer follows"
+    )
+
+    @model_validator(mode="after")
+    def _one_structure(self) -> GenerateRequest:
+        given = [
+            name
+            for name in ("response_format", "regex", "grammar")
+            if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise ValueError(f"{given[1]}: cannot be given together with {given[0]}")
+        return self
+
+    def default_temperature(self) -> float:
+        sampled = (self.seed, self.top_p, self.top_k, self.min_p)
+        return 1.0 if any(value is not None for value in sampled) else 0.0
+
+
+class TokenizeRequest(Strict):
+    """The body of `POST /tokenize`."""
+
+    prompt: str = Field(description="text")
+    parse_special: bool = Field(
+        False, description="true or false; true reads control tokens in the text as such"
+    )
+    add_special_tokens: bool = Field(
+        False,
+        description="true or false; true puts in front what the tokenizer puts before a prompt",
+    )
+
+
+class DetokenizeRequest(Strict):
+    """The body of `POST /detokenize`."""
+
+    tokens: list[TokenId] = Field(description="a list of token ids of the model's vocabulary")
+
+
+Json = dict[str, Any]

@@ -1,0 +1,102 @@
+"""HTTP as the routes see it: a request's body, id and time in; JSON or a stream of events out."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
+from flask import Response, g, request
+from pydantic import BaseModel
+
+from .errors import InvalidRequest, PayloadTooLarge, UnreadableBody, UnsupportedMediaType
+from .limits import deadline
+from .protocol import parse
+from .replies import guarded
+
+if TYPE_CHECKING:
+    from .completion import Answer
+    from .config import Settings
+    from .replies import Indexed
+
+M = TypeVar("M", bound=BaseModel)
+
+_SSE_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx would hold the stream back
+}
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
+
+
+def begin_request() -> None:
+    """Stamps the request with its arrival and its id: the client's X-Request-Id, or a new one.
+
+    Raises InvalidRequest for an id that could not be written in a log or a header as it is.
+    """
+    g.arrived_at = time.monotonic()
+    g.request_id = uuid.uuid4().hex
+    given = request.headers.get("X-Request-Id")
+    if given is None:
+        return
+    if not _REQUEST_ID.fullmatch(given):
+        raise InvalidRequest(
+            "X-Request-Id: it must be 1 to 128 letters, digits and . _ ~ : / + = @ -",
+            param="X-Request-Id",
+        )
+    g.request_id = given
+
+
+def read_request(model: type[M], settings: Settings) -> M:
+    """The body as a valid `model`. Raises InvalidRequest and what `_read_body` raises."""
+    return parse(model, _read_body(settings.max_body_bytes))
+
+
+def read_deadline(timeout_ms: int | None, settings: Settings) -> float | None:
+    """When the request's time is over, of `time.monotonic`; None for never."""
+    header = request.headers.get("X-Request-Timeout")
+    return deadline(timeout_ms, header, settings.max_timeout_ms, g.arrived_at)
+
+
+def json_response(fields: dict[str, Any], status: int = 200) -> Response:
+    return Response(orjson.dumps(fields) + b"\n", status, content_type="application/json")
+
+
+def send_whole(answer: Answer, frame: Callable[[Iterable[Indexed]], dict[str, Any]]) -> Response:
+    try:
+        return json_response(frame(answer))
+    finally:
+        answer.abort()  # nothing to do but after a failure
+
+
+def send_stream(answer: Answer, frame: Callable[[Iterable[Indexed]], Iterator[bytes]]) -> Response:
+    """The status goes out with the first delta: a failure until then is still a real one."""
+    deltas = iter(answer)
+    try:
+        deltas = itertools.chain([next(deltas)], deltas)
+    except BaseException:
+        answer.abort()
+        raise
+    response = Response(guarded(answer, frame(deltas)), headers=_SSE_HEADERS)
+    response.call_on_close(answer.abort)  # also if nothing of it was ever asked for
+    return response
+
+
+def _read_body(limit: int) -> bytes:
+    """The body, whole. Raises for another type, one byte over the limit, and broken framing."""
+    if request.mimetype != "application/json":
+        raise UnsupportedMediaType("the Content-Type must be application/json")
+    try:
+        # Not through Flask: its limit cuts a chunked body short in silence.
+        body: bytes = request.environ["wsgi.input"].read(limit + 1)
+    except OSError as error:
+        raise UnreadableBody(f"the body cannot be read: {error}") from None
+    if len(body) > limit:
+        raise PayloadTooLarge(f"the body is larger than {limit} bytes (MAX_BODY_BYTES)")
+    if not body:
+        raise InvalidRequest("the body is empty; a JSON object is expected")
+    return body

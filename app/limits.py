@@ -1,0 +1,106 @@
+"""What a request may ask of the model that is loaded: its context, its vocabulary, the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from .errors import InvalidRequest, PromptTooLong
+
+if TYPE_CHECKING:
+    from .fields import SamplingFields
+
+
+def resolve_max_tokens(
+    asked: int | None, default: int | None, num_prompt: int, max_model_len: int
+) -> int:
+    """How many tokens an answer may have; a default gives way to the context's end.
+
+    Raises PromptTooLong or InvalidRequest, with the numbers, if prompt and answer do not fit.
+    """
+    room = max_model_len - num_prompt
+    if room < 1:
+        raise PromptTooLong(num_prompt, max_model_len)
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room:
+        raise InvalidRequest(
+            f"max_tokens: {asked} is too much; the context of {max_model_len} tokens less the "
+            f"prompt of {num_prompt} leaves {room}",
+            param="max_tokens",
+        )
+    return asked
+
+
+def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+    if min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens: {min_tokens} is more than the {max_tokens} tokens that the answer may "
+            "have",
+            param="min_tokens",
+        )
+
+
+def check_token_ids(fields: SamplingFields, vocab_size: int) -> None:
+    """Raises InvalidRequest for an id that the model does not have."""
+    for name in ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+        check_ids((int(id_) for id_ in getattr(fields, name) or ()), vocab_size, name)
+
+
+def check_ids(ids: Iterable[int], vocab_size: int, name: str) -> None:
+    largest = max(ids, default=0)
+    if largest >= vocab_size:
+        raise InvalidRequest(
+            f"{name}: the model has no token {largest}; ids go from 0 to {vocab_size - 1}",
+            param=name,
+        )
+
+
+# Each can forbid what a grammar asks for, so that no token is left; or cuts its text short.
+_AGAINST_A_GRAMMAR = (
+    *("min_tokens", "ignore_eos", "allowed_token_ids", "banned_token_ids"),
+    *("stop", "stop_token_ids"),
+)
+
+
+def check_structure(fields: SamplingFields, structure: str) -> None:
+    """Raises InvalidRequest for a field that a grammar cannot go with; `structure` is the field
+    that asks for one."""
+    for name in _AGAINST_A_GRAMMAR:
+        if getattr(fields, name):
+            raise InvalidRequest(f"{name}: cannot be given together with {structure}", param=name)
+
+
+def deadline(
+    timeout_ms: int | None, header: str | None, max_timeout_ms: int, arrived_at: float
+) -> float | None:
+    """When the request's time is over, in the clock of `arrived_at`; None for never.
+
+    The time is the shorter of the field `timeout_ms` and the header X-Request-Timeout, in seconds;
+    without either, the server's maximum (0 is none). Raises InvalidRequest for more than that.
+    """
+    asked = [] if timeout_ms is None else [("timeout_ms", float(timeout_ms))]
+    if header is not None:
+        asked.append(("X-Request-Timeout", _seconds(header) * 1000))
+    for name, milliseconds in asked:
+        if max_timeout_ms and milliseconds > max_timeout_ms:
+            raise InvalidRequest(
+                f"{name}: {milliseconds:g} ms is more than this server's maximum of "
+                f"{max_timeout_ms} ms (MAX_TIMEOUT_MS)",
+                param=name,
+            )
+    milliseconds = min((each for _, each in asked), default=float(max_timeout_ms))
+    return arrived_at + milliseconds / 1000 if milliseconds else None
+
+
+def _seconds(header: str) -> float:
+    try:
+        seconds = float(header)
+    except ValueError:
+        seconds = 0.0
+    if not 0.001 <= seconds <= 1e9:  # also what float() makes of "nan"
+        raise InvalidRequest(
+            f"X-Request-Timeout: {header!r:.40} is not a number of seconds, at least 0.001",
+            param="X-Request-Timeout",
+        )
+    return seconds

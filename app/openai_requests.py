@@ -1,0 +1,252 @@
+"""The bodies of OpenAI's routes: `/v1/completions` and `/v1/chat/completions`.
+
+Fields that only concern OpenAI's own platform are taken and ignored (`PLATFORM_FIELDS`); others
+that are not here are refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from .fields import MAX_LOGPROBS, SamplingFields, Strict, TokenId
+
+# Who asks, where it is billed, kept or cached: without effect on the answer.
+PLATFORM_FIELDS = (
+    *("user", "safety_identifier", "prompt_cache_key", "metadata", "service_tier", "store"),
+)
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+_Prompt = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = Field(None, description="true or false")
+    include_obfuscation: bool | None = Field(
+        None, description="true or false; without effect, nothing is obfuscated"
+    )
+
+
+class OpenAIFields(SamplingFields):
+    model: str | None = Field(
+        None, description="a name of the model that is served (GET /v1/models)"
+    )
+    stream: bool | None = Field(  # type: ignore[assignment]
+        None, description="true or false; true: server-sent events"
+    )
+    stream_options: StreamOptions | None = Field(
+        None, description="an object with include_usage, together with stream"
+    )
+    user: str | None = Field(None, description="a string; ignored")
+    safety_identifier: str | None = Field(None, description="a string; ignored")
+    prompt_cache_key: str | None = Field(None, description="a string; ignored")
+    metadata: dict[str, Any] | None = Field(None, description="an object; ignored")
+    service_tier: str | None = Field(None, description="a string; ignored")
+    store: Literal[False] | None = Field(None, description="false; nothing is stored")
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> OpenAIFields:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only together with stream: true")
+        return self
+
+
+class CompletionRequest(OpenAIFields):
+    """The body of `POST /v1/completions`."""
+
+    prompt: (
+        _Prompt
+        | Annotated[list[_Prompt], Field(min_length=1)]
+        | _Ids
+        | Annotated[list[_Ids], Field(min_length=1)]
+    ) = Field(
+        description="a string, a list of strings, a list of token ids, or a list of such lists"
+    )
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description=f"an integer from 0 to {MAX_LOGPROBS}, of how many of the likeliest tokens "
+        "beside each token of the answer",
+    )
+    best_of: int | None = Field(None, description="an integer equal to n: all answers are returned")
+    echo: Literal[False] | None = Field(None, description="false; the prompt is not echoed")
+    suffix: None = Field(None, description="null; text cannot be inserted")
+
+    @model_validator(mode="after")
+    def _best_of_is_n(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise ValueError(
+                "best_of: must be equal to n; all answers are returned, none is chosen"
+            )
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each a text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[id_ for id_ in self.prompt if isinstance(id_, int)]]
+        return [each for each in self.prompt if not isinstance(each, int)]
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+Content = str | Annotated[list[TextPart], Field(min_length=1)]
+
+
+class CalledFunction(Strict):
+    name: _Name
+    arguments: str
+
+
+class CalledTool(Strict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class _Message(Strict):
+    name: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: content as one string, no fields that are null."""
+        message = self.model_dump(exclude_none=True)
+        content = message.get("content")
+        if isinstance(content, list):
+            message["content"] = "".join(part["text"] for part in content)
+        return message
+
+
+class SystemMessage(_Message):
+    role: Literal["system", "developer"]
+    content: Content
+
+
+class UserMessage(_Message):
+    role: Literal["user"]
+    content: Content
+
+
+class AssistantMessage(_Message):
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: list[CalledTool] | None = Field(None, min_length=1)
+    # As the client library returns them, where they are empty.
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> AssistantMessage:
+        if self.content is None and self.tool_calls is None:
+            raise ValueError("an assistant's message has content or tool_calls")
+        return self
+
+
+class ToolMessage(_Message):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str
+
+
+Message = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
+
+
+class Function(Strict):
+    name: _Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Strict):
+    name: _Name
+
+
+class ChosenTool(Strict):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class RenderRequest(Strict):
+    """The body of `POST /v1/chat/render`."""
+
+    messages: list[Message] = Field(
+        min_length=1,
+        description="a list of at least one message, each with a role (system, developer, user, "
+        "assistant or tool) and content: a string, or a list of parts of type text",
+    )
+    tools: list[Tool] | None = Field(
+        None,
+        min_length=1,
+        max_length=128,
+        description="a list of 1 to 128 functions: type, and function with name, description, "
+        "parameters (a JSON schema) and strict",
+    )
+
+    @property
+    def template_messages(self) -> list[dict[str, Any]]:
+        return [message.for_template() for message in self.messages]
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]]:
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+
+class ChatRequest(RenderRequest, OpenAIFields):
+    """The body of `POST /v1/chat/completions`."""
+
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="an integer of at least 1; OpenAI's newer name of max_tokens"
+    )
+    logprobs: bool | None = Field(None, description="true or false")
+    top_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description=f"an integer from 0 to {MAX_LOGPROBS}, together with logprobs: true",
+    )
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = Field(
+        None,
+        description='"none", "auto", "required", or an object that names one of the tools',
+    )
+    parallel_tool_calls: bool | None = Field(None, description="true or false")
+    modalities: list[Literal["text"]] | None = Field(None, description='["text"]')
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only together with logprobs: true")
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise ValueError("max_completion_tokens: cannot be given together with max_tokens")
+        if self.tool_choice not in (None, "none") and self.tools is None:
+            raise ValueError("tool_choice: only together with tools")
+        if self.parallel_tool_calls is not None and self.tools is None:
+            raise ValueError("parallel_tool_calls: only together with tools")
+        if isinstance(self.tool_choice, ChosenTool):
+            named = self.tool_choice.function.name
+            if named not in {tool.function.name for tool in self.tools or ()}:
+                raise ValueError(f"tool_choice: {named} is none of the tools")
+        return self

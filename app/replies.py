@@ -1,0 +1,92 @@
+"""What the answers of all generating routes have in common: usage, timings, log-probabilities, and
+how a stream of events ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from .errors import ServeError
+
+if TYPE_CHECKING:
+    from .completion import Answer, Delta, Token
+    from .text import TextCodec
+
+    Indexed = tuple[int, Delta]
+
+log = logging.getLogger(__name__)
+
+
+def usage(answer: Answer) -> dict[str, int]:
+    """Tokens of a request: of each prompt once, and of all choices, their end tokens included."""
+    prompts = {id(ids): len(ids) for ids in (c.sequence.prompt_ids for c in answer.completions)}
+    num_prompt = sum(prompts.values())
+    num_output = sum(completion.num_tokens for completion in answer.completions)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+    }
+
+
+def timings(answer: Answer) -> dict[str, float | None]:
+    """Seconds of the request in the queue, until its first token from there, and from that to the
+    last; and the rate of the tokens after the first, over all choices."""
+    started = [c for c in answer.completions if c.sequence.first_token_at is not None]
+    admitted = [c.sequence.admitted_at for c in started if c.sequence.admitted_at is not None]
+    first = [c.sequence.first_token_at for c in started if c.sequence.first_token_at is not None]
+    last = [c.sequence.last_token_at for c in started if c.sequence.last_token_at is not None]
+    if not (admitted and first and last):
+        return {}
+    decode = max(last) - min(first)
+    num_tokens = sum(completion.num_tokens for completion in answer.completions)
+    rate = round((num_tokens - 1) / decode, 2) if decode > 0 else None
+    return {
+        "queue_seconds": round(min(admitted) - answer.completions[0].sequence.arrived_at, 6),
+        "prefill_seconds": round(min(first) - min(admitted), 6),
+        "decode_seconds": round(decode, 6),
+        "tokens_per_second": rate,
+    }
+
+
+def logprobs(tokens: Iterable[Token], codec: TextCodec) -> list[dict[str, Any]]:
+    """OpenAI's list of tokens, each with the likeliest in its place."""
+    return [
+        _token(token.id, token.logprobs.logprob, codec)
+        | {"top_logprobs": [_token(id_, logprob, codec) for id_, logprob in token.logprobs.top]}
+        for token in tokens
+    ]
+
+
+def _token(id_: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
+    spelled = codec.spell(id_)
+    return {
+        "id": id_,
+        "token": spelled.decode("utf-8", "replace"),
+        "logprob": logprob,
+        "bytes": list(spelled),
+    }
+
+
+def event(fields: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(fields) + b"\n\n"
+
+
+def guarded(answer: Answer, frames: Iterator[bytes]) -> Iterator[bytes]:
+    """A stream's frames, and one error event if they fail: the status has been sent by then.
+
+    However it ends, also when the client has left, no choice runs on.
+    """
+    try:
+        yield from frames
+    except ServeError as error:
+        yield event(error.body())
+    except Exception:
+        log.exception("request %s failed in mid-stream", answer.request_id)
+        yield event(ServeError("the server failed on this request").body())
+    finally:
+        answer.abort()
