@@ -10,6 +10,7 @@ import importlib.metadata
 from dataclasses import dataclass
 from typing import Any
 
+from .chat import ChatTemplate
 from .config import Settings
 from .engine import Engine, Observer
 from .errors import UnservableModel, WrongSetting
@@ -34,6 +35,7 @@ class LoadedModel:
     codec: TextCodec
     max_model_len: int
     info: dict[str, Any]
+    chat: ChatTemplate
 
 
 def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, LoadedModel]:
@@ -48,6 +50,7 @@ def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, 
         _run_probe(probe, model)
     cache = _make_cache(model, settings)
     scheduler = Scheduler(cache.num_rows, cache.max_len, settings.prefill_chunk, codec.eos_ids)
+    chat = ChatTemplate(codec)
     info = model.describe(folder) | {
         "requested_device": settings.device,
         "probe": "none" if probe is None else "passed",
@@ -56,11 +59,12 @@ def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, 
         "max_model_len": cache.max_len,
         "prefill_chunk": settings.prefill_chunk,
         "eos_token_ids": sorted(codec.eos_ids),
+        **chat.describe(),
         "kv_cache_bytes": cache.num_rows * cache.max_len * model.spec.kv.bytes_per_token,
         "versions": _versions(),
     }
     engine = Engine(model, cache, scheduler, observer)
-    return engine, LoadedModel(info["model"], codec, cache.max_len, info)
+    return engine, LoadedModel(info["model"], codec, cache.max_len, info, chat)
 
 
 def _check_fit(model: OnnxModel, codec: TextCodec, settings: Settings) -> None:

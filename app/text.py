@@ -8,15 +8,17 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from .control import ControlTokens, is_control
 from .errors import UnservableModel
 from .folder import CONFIG_FILE, GENAI_FILE, read_json
+from .plain import PlainEncoder
 
 _SENTINEL = "answer-of-the-assistant"
 
@@ -26,12 +28,15 @@ class TextCodec:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_ids: frozenset[int]) -> None:
         self.eos_ids = eos_ids
+        self._tokenizer = tokenizer
         self._control_parser: Tokenizer = tokenizer.backend_tokenizer
         # A tokenizer.json may ask for both; a prompt is refused when too long, never cut.
         self._control_parser.no_truncation()
         self._control_parser.no_padding()
-        self._plain: Tokenizer = Tokenizer.from_str(self._control_parser.to_str())
-        self._plain.encode_special_tokens = True
+        added = self._control_parser.get_added_tokens_decoder()
+        self._added = {i: t for i, t in added.items() if is_control(t.content, t.special)}
+        self.control = ControlTokens({i: token.content for i, token in self._added.items()})
+        self._plain = PlainEncoder(self._control_parser)
         self._token_bytes = token_bytes(self._control_parser)
 
     @classmethod
@@ -58,15 +63,68 @@ class TextCodec:
         Control tokens written in the text are plain text, and the tokenizer's own prefix (BOS) is
         added; with `parse_special` they are control tokens and nothing is added.
         """
-        # As a batch of one: for a batch the library releases the GIL.
         if parse_special:
             [encoding] = self._control_parser.encode_batch([text], add_special_tokens=False)
-        else:
-            [encoding] = self._plain.encode_batch([text], add_special_tokens=True)
-        return list(encoding.ids)
+            return list(encoding.ids)
+        return self._plain.encode(text)
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self._token_bytes)
+    def encode_rendered(self, text: str, restore: Callable[[str], str]) -> list[int]:
+        """Token ids of a rendered conversation: control tokens where they stand in `text`, and
+        what lies between as plain text, after `restore`, which may bring further ones to light.
+
+        Where it brings none, these are the ids of `encode(text, parse_special=True)`.
+        """
+        ids: list[int] = []
+        last: AddedToken | None = None
+        at = 0
+        for id_, start, end in self._controls(text):
+            ids += self._plain.encode_part(restore(text[at:start]), last)
+            ids.append(id_)
+            last, at = self._added[id_], end
+        return ids + self._plain.encode_part(restore(text[at:]), last)
+
+    def control_ids(self, text: str) -> list[int]:
+        """The control tokens that stand in `text`, in order."""
+        return [id_ for id_, _, _ in self._controls(text)]
+
+    def _controls(self, text: str) -> list[tuple[int, int, int]]:
+        """Id, start and end of each; the blanks that a token takes with it belong to it."""
+        [encoding] = self._control_parser.encode_batch([text], add_special_tokens=False)
+        return [
+            (id_, start, end)
+            for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+            # A normalizer may make one out of other characters (NFKC): that is no control token.
+            if id_ in self._added and text[start:end].strip() == self._added[id_].content.strip()
+        ]
+
+    @property
+    def template(self) -> str | None:
+        """The chat template's source, all of it if there are several."""
+        source = self._tokenizer.chat_template
+        return "\n".join(source.values()) if isinstance(source, dict) else source
+
+    def apply_template(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> str:
+        """The conversation with the opening of the answer, by the sandboxed template.
+
+        Raises what the template raises.
+        """
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    def control_id(self, content: str) -> int | None:
+        """The id of a control token that is special (it is no text for the detokenizer)."""
+        found = (i for i, t in self._added.items() if t.content == content and t.special)
+        return next(found, None)
+
+    def detokenizer(self, visible: Collection[int] = ()) -> Detokenizer:
+        """Special tokens stand for no text but for those in `visible`."""
+        shown = {i: self._added[i].content.encode() for i in visible if i in self._added}
+        return Detokenizer(self._token_bytes, shown)
 
 
 class Detokenizer:
@@ -77,14 +135,16 @@ class Detokenizer:
     character turn into U+FFFD, and so does a character that the last token left unfinished.
     """
 
-    def __init__(self, token_bytes: list[bytes]) -> None:
+    def __init__(self, token_bytes: list[bytes], shown: Mapping[int, bytes] | None = None) -> None:
+        """`shown` holds ids that stand for other bytes than in `token_bytes`."""
         self._token_bytes = token_bytes
+        self._shown = shown or {}
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_ids: Iterable[int], *, is_last: bool = False) -> str:
-        table = self._token_bytes
+        table, shown = self._token_bytes, self._shown
         # A model's vocabulary is often padded: ids behind the tokenizer's last stand for nothing.
-        known = [table[id_] for id_ in token_ids if id_ < len(table)]
+        known = [shown.get(id_, table[id_]) for id_ in token_ids if id_ < len(table)]
         return self._decoder.decode(b"".join(known), is_last)
 
 

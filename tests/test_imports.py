@@ -41,7 +41,15 @@ OWN: dict[str, set[str]] = {
         *{"context", "errors", "folder", "form", "fused", "graph", "kv_cache", "machine"},
         *{"portable", "precision", "record", "sequence"},
     },
-    "text": {"errors", "folder"},
+    "control": {"errors"},
+    "plain": {"control"},
+    "text": {"control", "errors", "folder", "plain"},
+    # conversations and tools
+    "tools": {"errors"},
+    "tool_calls": {"stops", "tools"},
+    "tool_grammar": {"tools"},
+    "template": {"tool_calls", "tools"},
+    "chat": {"control", "errors", "template", "text", "tools"},
     "metrics": {"sequence"},
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"kv_cache", "sampler", "scheduler", "sequence"},
@@ -51,8 +59,8 @@ OWN: dict[str, set[str]] = {
     # HTTP
     "protocol": {"completion", "errors", "sequence"},
     "loading": {
-        *{"config", "engine", "errors", "graph", "kv_cache", "machine", "model", "probe"},
-        *{"record", "scheduler", "text"},
+        *{"chat", "config", "engine", "errors", "graph", "kv_cache", "machine", "model"},
+        *{"probe", "record", "scheduler", "text"},
     },
     "service": {
         *{"bridge", "completion", "config", "engine", "errors", "graph", "loading", "metrics"},
@@ -67,6 +75,7 @@ DOORS: dict[str, set[str]] = {
     "click": {"config"},
     "flask": {"api", "edge"},
     "gevent": {"__main__", "bridge", "edge"},
+    "jinja2": {"chat"},
     "numpy": {"engine", "form", "fused", "model", "portable", "probe", "sampler"},
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"form", "fused", "model"},
@@ -75,7 +84,7 @@ DOORS: dict[str, set[str]] = {
     "prometheus_client": {"api", "metrics", "service"},
     "psutil": {"machine"},
     "pydantic": {"protocol", "record"},
-    "tokenizers": {"text"},
+    "tokenizers": {"plain", "text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
     "transformers": {"text"},
     "werkzeug": {"api"},
