@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from werkzeug.test import TestResponse
 
 from app.api import create_app
+from app.chat import ChatTemplate
 from app.config import Settings
 from app.engine import Engine
 from app.loading import LoadedModel
@@ -39,7 +40,8 @@ class StubService(Service):
     def _load(self) -> Engine:
         engine, self.stub = stub_engine(eos_ids=self.eos_ids, observer=self.metrics)
         codec = TextCodec(byte_level_tokenizer(), frozenset())
-        self._model = LoadedModel("stub", codec, 64, STUB_VOCAB, 1_700_000_000, {"model": "stub"})
+        info, chat = {"model": "stub"}, ChatTemplate(codec)
+        self._model = LoadedModel("stub", codec, 64, STUB_VOCAB, 1_700_000_000, info, chat)
         return engine
 
 

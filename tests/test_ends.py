@@ -13,6 +13,7 @@ import gevent
 import pytest
 
 from app.api import create_app
+from app.chat import ChatTemplate
 from app.engine import Engine
 from app.loading import LoadedModel
 from app.service import Service
@@ -45,7 +46,7 @@ class ScriptedService(Service):
         self._codec, self._script = codec, script
 
     def _load(self) -> Engine:
-        self._model = LoadedModel("scripted", self._codec, 4096, {})
+        self._model = LoadedModel("scripted", self._codec, 4096, {}, ChatTemplate(self._codec))
         return scripted_engine(self._script, self._codec.eos_ids, self.metrics)
 
 
