@@ -71,7 +71,7 @@ OWN: dict[str, set[str]] = {
     },
     "service": {
         *{"bridge", "completion", "config", "engine", "errors", "graph", "loading", "metrics"},
-        *{"fields", "limits", "sequence"},
+        *{"chat", "fields", "limits", "sequence", "tools"},
     },
     "http": {"completion", "config", "errors", "limits", "protocol", "replies"},
     "generate_api": {
@@ -79,6 +79,7 @@ OWN: dict[str, set[str]] = {
     },
     "openai_api": {
         *{"errors", "fields", "http", "limits", "openai_replies", "openai_requests", "service"},
+        *{"tool_calls", "tool_grammar", "tools"},
     },
     "api": {"errors", "generate_api", "http", "openai_api", "service"},
     "__main__": {"api", "bridge", "config", "edge", "errors", "service"},
