@@ -32,7 +32,10 @@ OWN: dict[str, set[str]] = {
     # one idea each
     "config": {"errors", "folder", "record"},
     "kv_cache": {"sequence"},
-    "sampler": {"sequence"},
+    "candidates": {"sequence"},
+    "edits": {"sequence"},
+    "logprobs": {"candidates", "sequence"},
+    "sampler": {"candidates", "edits", "logprobs", "sequence"},
     "scheduler": {"repetition", "sampler", "sequence"},
     "form": {"graph", "kv_cache"},
     "fused": {"form", "graph", "kv_cache"},
@@ -91,7 +94,10 @@ DOORS: dict[str, set[str]] = {
     "flask": {"api", "edge", "generate_api", "http", "openai_api"},
     "gevent": {"__main__", "bridge", "completion", "edge"},
     "jinja2": {"chat"},
-    "numpy": {"engine", "form", "fused", "model", "portable", "probe", "sampler"},
+    "numpy": {
+        *{"candidates", "edits", "engine", "form", "fused", "logprobs", "model", "portable"},
+        *{"probe", "sampler"},
+    },
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"form", "fused", "model"},
     "optimum": {"model"},
