@@ -45,7 +45,7 @@ class ScriptedService(Service):
         self._codec, self._script = codec, script
 
     def _load(self) -> Engine:
-        self._model = LoadedModel("scripted", self._codec, 4096, {})
+        self._model = LoadedModel("scripted", self._codec, 4096, 32064, 0, {})
         return scripted_engine(self._script, self._codec.eos_ids, self.metrics)
 
 
