@@ -105,6 +105,7 @@ DOORS: dict[str, set[str]] = {
     "prometheus_client": {"api", "metrics", "service"},
     "psutil": {"machine"},
     "pydantic": {"fields", "generate_requests", "http", "openai_requests", "protocol", "record"},
+    "pydantic_core": {"protocol"},
     "tokenizers": {"plain", "text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
     "transformers": {"text"},
