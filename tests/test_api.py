@@ -27,7 +27,7 @@ from app.text import Detokenizer, TextCodec
 from .engines import StubModel, stub_answer, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
-SETTINGS = Settings(Path(), "127.0.0.1", 0, "cpu", False, 1, 4, 64, 8, 100_000, "info")
+SETTINGS = Settings(Path(), "127.0.0.1", 0, "cpu", False, False, 1, 4, 64, 8, 100_000, "info")
 
 
 class StubService(Service):
