@@ -56,7 +56,7 @@ OWN: dict[str, set[str]] = {
     "limits": {"errors", "fields"},
     "replies": {"completion", "errors", "text"},
     "generate_replies": {"completion", "replies", "text"},
-    "openai_replies": {"completion", "replies", "sequence", "text", "tools"},
+    "openai_replies": {"completion", "replies", "sequence", "text", "tool_calls"},
     "loading": {
         *{"config", "engine", "errors", "graph", "kv_cache", "machine", "model", "probe"},
         *{"record", "scheduler", "text"},
