@@ -32,9 +32,7 @@ _SURE = 100.0  # a logit that leaves no other token a chance
 
 
 def client_of(server: LiveServer, max_retries: int = 0) -> OpenAI:
-    return OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=max_retries, timeout=60
-    )
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=max_retries, timeout=60)
 
 
 class ToldModel:
