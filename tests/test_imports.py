@@ -57,6 +57,10 @@ OWN: dict[str, set[str]] = {
     "replies": {"completion", "errors", "text"},
     "generate_replies": {"completion", "replies", "text"},
     "openai_replies": {"completion", "replies", "sequence", "text", "tools"},
+    "responses": set(),
+    "routes": {"generate_requests", "openai_requests", "responses"},
+    "openapi": {"http", "responses", "routes"},
+    "docs_page": {"http", "openapi"},
     "loading": {
         *{"config", "engine", "errors", "graph", "kv_cache", "machine", "model", "probe"},
         *{"record", "scheduler", "text"},
@@ -72,15 +76,16 @@ OWN: dict[str, set[str]] = {
     "openai_api": {
         *{"errors", "fields", "http", "limits", "openai_replies", "openai_requests", "service"},
     },
-    "api": {"errors", "generate_api", "http", "openai_api", "service"},
+    "api": {"docs_page", "errors", "generate_api", "http", "openai_api", "service"},
     "__main__": {"api", "bridge", "config", "edge", "errors", "service"},
 }
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
     "click": {"config"},
-    "flask": {"api", "edge", "generate_api", "http", "openai_api"},
+    "flask": {"api", "docs_page", "edge", "generate_api", "http", "openai_api"},
     "gevent": {"__main__", "bridge", "completion", "edge"},
+    "jinja2": {"docs_page"},
     "numpy": {"engine", "form", "fused", "model", "portable", "probe", "sampler"},
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"form", "fused", "model"},
@@ -88,7 +93,10 @@ DOORS: dict[str, set[str]] = {
     "orjson": {"http", "protocol", "replies"},
     "prometheus_client": {"api", "metrics", "service"},
     "psutil": {"machine"},
-    "pydantic": {"fields", "generate_requests", "http", "openai_requests", "protocol", "record"},
+    "pydantic": {
+        *{"fields", "generate_requests", "http", "openai_requests", "openapi", "protocol"},
+        *{"record", "responses", "routes"},
+    },
     "tokenizers": {"text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
     "transformers": {"text"},
