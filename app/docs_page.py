@@ -159,6 +159,12 @@ def _parts(schema: Json, *, shows_limits: bool = False) -> Iterator[tuple[str, s
             if index:
                 yield " or ", None
             yield from _parts(option, shows_limits=shows_limits)
+    elif "contentSchema" in schema:
+        yield from _parts(schema["contentSchema"])
+    elif event := schema.get("properties", {}).get(
+        "data"
+    ):  # the only object that is not referred to
+        yield from _parts(event)
     elif "const" in schema:
         yield json.dumps(schema["const"]), None
     elif "enum" in schema:

@@ -110,11 +110,17 @@ def _success(route: Route) -> Json:
     whole = {"type": "object" if route.media_type == JSON else "string"}
     content = {route.media_type: {"schema": _schema(route.reply) if route.reply else whole}}
     if route.event is not None:
-        # Of a stream OpenAPI 3.1 can only say what each event is.
-        events = [_schema(route.event), _schema(ErrorReply)]
-        done = [{"const": "[DONE]"}] if route.ends_with_done else []
-        content["text/event-stream"] = {"schema": {"anyOf": [*events, *done]}}
+        content["text/event-stream"] = {"schema": _event(route.event, route.ends_with_done)}
     return {"description": route.summary, "headers": _HEADERS, "content": content}
+
+
+def _event(model: type[BaseModel], ends_with_done: bool) -> Json:
+    """Of a stream OpenAPI 3.1 can only say what each event is; its `data` is JSON in a string."""
+    held = {"anyOf": [_schema(model), _schema(ErrorReply)]}
+    data: Json = {"type": "string", "contentMediaType": JSON, "contentSchema": held}
+    if ends_with_done:
+        data = {"anyOf": [data, {"const": "[DONE]"}]}
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 
 _HEADERS = {"X-Request-Id": {"$ref": "#/components/headers/RequestId"}}
