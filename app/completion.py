@@ -64,18 +64,23 @@ class Completion:
         """
         text = ""
         for advance in self._stream.take():
-            if self.finish_reason is not None:  # came behind a stop string, or too late
+            if self.finish_reason is not None:  # it came behind a stop string
                 break
             text += self._add(advance)
-        return self._delta(text)
+        has_news = text or self._tokens or self.finish_reason is not None
+        return self._delta(text) if has_news else None
 
-    def end(self, reason: FinishReason) -> Delta | None:
-        """Ends the choice from our side, if it has not ended; its last delta."""
-        if self.finish_reason is not None:
-            return None
-        self._stream.end(reason)
-        self.finish_reason = reason
+    def expire(self) -> Delta:
+        """Ends a choice whose time is over; its last delta."""
+        self._stream.end(FinishReason.TIMEOUT)
+        self.finish_reason = FinishReason.TIMEOUT
         return self._delta(self._rest())
+
+    def abort(self) -> None:
+        """Nobody waits for the choice any more; nothing happens if it has ended."""
+        if self.finish_reason is None:
+            self._stream.end(FinishReason.ABORT)
+            self.finish_reason = FinishReason.ABORT
 
     def _add(self, advance: Advance) -> str:
         """Text that the advance completes."""
@@ -105,9 +110,7 @@ class Completion:
         """What was held back, now that no more comes: half a character, the start of a stop."""
         return self._stops.feed(self._detokenizer.feed([], is_last=True)) + self._stops.flush()
 
-    def _delta(self, text: str) -> Delta | None:
-        if not text and self.finish_reason is None and not self._tokens:
-            return None
+    def _delta(self, text: str) -> Delta:
         tokens, self._tokens = tuple(self._tokens), []
         return Delta(text, self.finish_reason, tokens)
 
@@ -152,7 +155,7 @@ class Answer:
     def abort(self) -> None:
         """The client has gone, or the answer cannot be given; nothing happens if it is complete."""
         for completion in self.completions:
-            completion.end(FinishReason.ABORT)
+            completion.abort()
 
     def _seconds_left(self) -> float | None:
         if self._deadline_at is None:
@@ -160,9 +163,8 @@ class Answer:
         return max(0.0, self._deadline_at - time.monotonic())
 
     def _expire(self, running: dict[int, Completion]) -> Iterator[tuple[int, Delta]]:
-        ended = [(i, completion.end(FinishReason.TIMEOUT)) for i, completion in running.items()]
+        left = {i: c for i, c in running.items() if c.finish_reason is None}
+        ended = [(choice, completion.expire()) for choice, completion in left.items()]
         if not any(completion.num_tokens for completion in self.completions):
             raise DeadlineExceeded("the request's time was over before its first token")
-        for choice, delta in ended:
-            if delta is not None:
-                yield choice, delta
+        yield from ended

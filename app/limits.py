@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ from .errors import InvalidRequest, PromptTooLong
 
 if TYPE_CHECKING:
     from .fields import SamplingFields
+
+_DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
 def resolve_max_tokens(
@@ -94,11 +97,9 @@ def deadline(
 
 
 def _seconds(header: str) -> float:
-    try:
-        seconds = float(header)
-    except ValueError:
-        seconds = 0.0
-    if not 0.001 <= seconds <= 1e9:  # also what float() makes of "nan"
+    # float() alone would take "nan", "1_0" and other scripts' digits.
+    seconds = float(header) if _DECIMAL.fullmatch(header.strip()) else 0.0
+    if seconds < 0.001:
         raise InvalidRequest(
             f"X-Request-Timeout: {header!r:.40} is not a number of seconds, at least 0.001",
             param="X-Request-Timeout",

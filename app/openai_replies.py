@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .completion import Answer, Delta
     from .replies import Indexed
     from .text import TextCodec
-    from .tools import ToolCall, ToolParser
+    from .tool_calls import ToolCall, ToolParser
 
 DONE = b"data: [DONE]\n\n"
 
@@ -177,10 +177,11 @@ class ChatReply(Reply):
         if self._parsers is None:
             return delta.text, []
         parser = self._parsers[index]
-        content, calls = parser.feed(delta.text)
+        parts = parser.feed(delta.text)
         if delta.finish_reason is not None:
-            rest, more = parser.finish()
-            content, calls = content + rest, [*calls, *more]
+            parts += parser.flush()
+        content = "".join(part for part in parts if isinstance(part, str))
+        calls = [part for part in parts if not isinstance(part, str)]
         self._num_calls[index] += len(calls)
         return content, calls
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
 
 from .errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 M = TypeVar("M", bound=BaseModel)
+
+# Characters of what a client wrote that an error repeats.
+_MAX_NAME = 100
+_MAX_MESSAGE = 500
 
 
 def parse(model: type[M], body: bytes) -> M:
@@ -30,20 +37,19 @@ def _invalid(
     model: type[BaseModel], body: dict[str, Any], error: ValidationError
 ) -> InvalidRequest:
     errors = error.errors(include_url=False)
-    # Of a union each member complains: the one that got furthest is what the client meant.
+    # Of a union each member complains: the one that got furthest is what the client meant, and of
+    # those the one that was nearest to the kind of value that it wants.
     same = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-    first = max(same, key=lambda each: len(_steps(body, each["loc"])))
-    path = _written(_steps(body, first["loc"]))
-    if first["type"] in ("missing", "extra_forbidden"):
-        path = _written([*_steps(body, first["loc"][:-1]), first["loc"][-1]])
-    top = str(first["loc"][0]) if first["loc"] else ""
-    message = str(first["msg"]).removeprefix("Value error, ")
+    first = max(same, key=lambda each: (len(_steps(body, each["loc"])), _nearness(each)))
+    path = _written(_path(body, first))
+    top = _written(list(first["loc"][:1]))
+    message = str(first["msg"]).removeprefix("Value error, ")[:_MAX_MESSAGE]
     if first["type"] == "extra_forbidden":
         known = f" of this route; it knows {', '.join(_names(model))}" if path == top else ""
         return InvalidRequest(f"{path}: not a field{known}", param=path)
-    if first["type"] == "missing":
+    if first["type"] in ("missing", "union_tag_not_found"):
         return InvalidRequest(f"{path}: is required", param=path)
-    described = model.model_fields.get(top)
+    described = model.model_fields.get(str(first["loc"][0])) if first["loc"] else None
     if described is None:  # a rule about several fields names them itself
         return InvalidRequest(message, param=message.partition(":")[0])
     subject = "it" if path == top else top
@@ -53,6 +59,22 @@ def _invalid(
 
 def _names(model: type[BaseModel]) -> list[str]:
     return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _nearness(error: ErrorDetails) -> int:
+    if error["type"].endswith("_type") or error["type"] == "extra_forbidden":
+        return 0
+    return 1 if error["type"] == "literal_error" else 2
+
+
+def _path(body: Any, error: ErrorDetails) -> list[int | str]:
+    """The way to what is wrong, a name that is missing or should not be there included."""
+    loc = error["loc"]
+    if error["type"] in ("missing", "extra_forbidden"):
+        return [*_steps(body, loc[:-1]), loc[-1]]
+    if error["type"] in ("union_tag_not_found", "union_tag_invalid"):
+        return [*_steps(body, loc), error["ctx"]["discriminator"].strip("'")]
+    return _steps(body, loc)
 
 
 def _steps(body: Any, loc: tuple[int | str, ...]) -> list[int | str]:
@@ -73,5 +95,7 @@ def _is_in(value: Any, step: int | str) -> bool:
 
 def _written(steps: list[int | str]) -> str:
     """As OpenAI's errors do: `messages[0].role`."""
-    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    path = "".join(
+        f"[{step}]" if isinstance(step, int) else f".{step:.{_MAX_NAME}}" for step in steps
+    )
     return path.removeprefix(".")

@@ -19,12 +19,11 @@ from werkzeug.test import TestResponse
 from app.api import create_app
 from app.config import Settings
 from app.engine import Engine
-from app.loading import LoadedModel
 from app.sequence import StepPlan
 from app.service import Service
 from app.text import Detokenizer, TextCodec
 
-from .engines import STUB_VOCAB, StubModel, stub_answer, stub_engine
+from .engines import STUB_VOCAB, StubModel, loaded_model, stub_answer, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
 SETTINGS = Settings(Path(), "127.0.0.1", 0, "cpu", False, 1, 4, 64, 8, 100_000, 0, (), "info")
@@ -39,7 +38,7 @@ class StubService(Service):
     def _load(self) -> Engine:
         engine, self.stub = stub_engine(eos_ids=self.eos_ids, observer=self.metrics)
         codec = TextCodec(byte_level_tokenizer(), frozenset())
-        self._model = LoadedModel("stub", codec, 64, STUB_VOCAB, 1_700_000_000, {"model": "stub"})
+        self._model = loaded_model("stub", codec, 64, STUB_VOCAB)
         return engine
 
 
@@ -69,6 +68,17 @@ def events(body: bytes) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in body.splitlines() if line]
 
 
+def read_slowly(client: FlaskClient, first_is_read: threading.Event, **body: Any) -> bytes:
+    """A stream's body; sets `first_is_read` once its first event is there."""
+    response = client.post("/generate", json={"stream": True, **body}, buffered=False)
+    assert response.status_code == 200
+    parts = iter(response.response)
+    first = next(parts)
+    assert isinstance(first, bytes)
+    first_is_read.set()
+    return first + b"".join(part for part in parts if isinstance(part, bytes))
+
+
 def failing_at(step: int) -> Callable[[StepPlan, object], None]:
     steps = iter(range(100))
 
@@ -94,12 +104,19 @@ def test_failure_before_the_first_token_is_a_real_500(
 def test_failure_in_mid_stream_is_one_error_event_at_the_end(
     service: StubService, client: FlaskClient, step: int
 ) -> None:
-    service.stub.change = failing_at(step)
-    response = client.post("/generate", json={"prompt": "a", "stream": True, "max_tokens": 20})
-    assert response.status_code == 200
-    *deltas, last = events(response.data)
+    first_is_read, fail = threading.Event(), failing_at(step)
+
+    def change(plan: StepPlan, logits: object) -> None:
+        if plan.decode:
+            first_is_read.wait(20)
+        fail(plan, logits)
+
+    service.stub.change = change
+    body = read_slowly(client, first_is_read, prompt="a", max_tokens=20)
+    *deltas, last = events(body)
     assert last["error"]["code"] == "model_failure"
     assert all("error" not in delta for delta in deltas)
+    assert b"[DONE]" not in body
 
 
 def test_failure_in_mid_answer_of_a_plain_request_is_a_500(
@@ -154,12 +171,14 @@ def test_request_with_non_finite_logits_fails_alone_and_is_counted(
     """The second of three in a batch, at its first token and later."""
     prompts = ["a", "b", "c"]
     spoiled_ids = byte_level_tokenizer().encode("b")
-    all_have_come = threading.Event()
+    all_have_come, second_has_begun = threading.Event(), threading.Event()
 
     def spoil(plan: StepPlan, logits: NDArray[np.float32]) -> None:
         all_have_come.wait(20)
         for row, sequence in enumerate(plan.sampled):
             if sequence.prompt_ids == spoiled_ids and len(sequence.output_ids) == num_before:
+                if stream and num_before:  # the hub could hear of tokens and failure at once
+                    second_has_begun.wait(20)
                 logits[row, 3] = np.nan
 
     service.stub.change = spoil
@@ -170,6 +189,7 @@ def test_request_with_non_finite_logits_fails_alone_and_is_counted(
         return app.test_client().post("/generate", json=body)
 
     jobs = [gevent.spawn(ask, prompt) for prompt in prompts]
+    jobs[1].link(lambda _: second_has_begun.set())
     gevent.spawn(all_have_come.set)
     first, second, third = (job.get() for job in jobs)
     for response in (first, third):
@@ -201,12 +221,7 @@ def test_fault_in_the_detokenizer_is_one_error_event_and_frees_the_row(
     # The step waits for the first event to be read, so that the fault comes in mid-stream.
     first_is_read = threading.Event()
     service.stub.change = lambda plan, logits: first_is_read.wait(20) if plan.decode else None
-    body = {"prompt": "a", "stream": True, "max_tokens": 40}
-    response = client.post("/generate", json=body, buffered=False)
-    iterator = iter(response.response)
-    received = next(iterator)
-    first_is_read.set()
-    received += b"".join(iterator)
+    received = read_slowly(client, first_is_read, prompt="a", max_tokens=40)
     assert [list(event) for event in events(received)] == [["text"], ["error"]]
     assert b"secret" not in received
     with gevent.Timeout(20):
@@ -228,7 +243,7 @@ def test_long_prompt_is_tokenized_off_the_hub(
 ) -> None:
     threads: list[int] = []
 
-    def encode(codec: TextCodec, text: str, *, parse_special: bool) -> list[int]:
+    def encode(codec: TextCodec, text: str, **_: object) -> list[int]:
         threads.append(threading.get_ident())
         return [1]
 
@@ -243,7 +258,7 @@ def test_arrival_is_stamped_before_the_prompt_is_tokenized(
 ) -> None:
     order: list[str] = []
 
-    def encode(codec: TextCodec, text: str, *, parse_special: bool) -> list[int]:
+    def encode(codec: TextCodec, text: str, **_: object) -> list[int]:
         order.append("encode")
         return [1]
 
@@ -252,7 +267,7 @@ def test_arrival_is_stamped_before_the_prompt_is_tokenized(
         return 1.0
 
     monkeypatch.setattr(TextCodec, "encode", encode)
-    monkeypatch.setattr("app.service.time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr("app.http.time", SimpleNamespace(monotonic=monotonic))
     client.post("/generate", json={"prompt": "a", "max_tokens": 1})
     assert order == ["clock", "encode"]
 
@@ -274,8 +289,9 @@ def test_path_cannot_forge_a_log_line(
     client: FlaskClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "app.api"):
-        client.get("/%0aINFO forged")
-    assert [record.getMessage() for record in caplog.records] == ["GET '/\\nINFO forged' 404"]
+        client.get("/%0aINFO forged", headers={"X-Request-Id": "mine"})
+    [record] = caplog.records
+    assert record.getMessage() == "mine GET '/\\nINFO forged' 404"
 
 
 def test_a_bug_in_a_route_gets_a_500_without_a_trace(

@@ -29,6 +29,8 @@ DEFAULTS: dict[str, Any] = {
     "max_model_len": 0,
     "prefill_chunk": 128,
     "max_body_bytes": 1 << 20,
+    "max_timeout_ms": 3_600_000,
+    "served_model_name": (),
     "log_level": "info",
 }
 # variable -> two right values, as written and as read; neither is the default
@@ -43,6 +45,8 @@ RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
     "MAX_MODEL_LEN": (("2", 2), (str(CONTEXT), CONTEXT)),
     "PREFILL_CHUNK": (("1", 1), ("65536", 65536)),
     "MAX_BODY_BYTES": (("1", 1), ("2000000", 2000000)),
+    "MAX_TIMEOUT_MS": (("0", 0), ("1000", 1000)),
+    "SERVED_MODEL_NAME": (("a", ("a",)), (" a/b , gpt-4o", ("a/b", "gpt-4o"))),
     "LOG_LEVEL": (("debug", "debug"), ("error", "error")),
 }
 # HOST is any text: only binding to it can tell.
@@ -56,6 +60,8 @@ WRONG: dict[str, list[str]] = {
     "MAX_MODEL_LEN": ["long", "-1", "1e3", "1", str(CONTEXT + 1)],
     "PREFILL_CHUNK": ["big", "0", "65537"],
     "MAX_BODY_BYTES": ["1MB", "0", "-1"],
+    "MAX_TIMEOUT_MS": ["1s", "-1", "1.5"],
+    "SERVED_MODEL_NAME": [",", "a,", "a,,b", " "],
     "LOG_LEVEL": ["loud", "10"],
 }
 WRONG_VALUES = [(variable, value) for variable, values in WRONG.items() for value in values]

@@ -1,51 +1,141 @@
-"""JSON in: what is refused, and how it is told. JSON and SSE out: plain and streamed agree."""
+"""JSON in: what is refused, and how it is told; for every field of every generating route."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from __future__ import annotations
+
 from typing import Any
 
 import orjson
 import pytest
+from pydantic import BaseModel
 
-from app.completion import Delta
-from app.errors import InvalidRequest, ModelFailure, PromptTooLong
-from app.protocol import (
-    DEFAULT_MAX_TOKENS,
-    GenerateRequest,
-    event,
-    events,
-    parse,
-    resolve_max_tokens,
-    result,
-    timings,
-    usage,
-)
-from app.sequence import FinishReason, SamplingParams, Sequence
+from app.errors import InvalidRequest
+from app.fields import SamplingFields
+from app.generate_requests import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from app.openai_requests import ChatRequest, CompletionRequest
+from app.protocol import parse
 
-CONTEXT = 4096
+Wrong = dict[str, tuple[list[str], str]]
+
+_INTEGER = ["1.5", "1.0", '"7"', "true", "[]"]
+_FLAG = ['"true"', "0", "1", "[]"]
+_NUMBER = ['"1"', "true", "[]"]
+_IDS = ["7", '"7"', "{}", "[-1]", "[1.0]", '["1"]', "[true]", "[2147483648]", "[null]"]
+_FORMAT = [
+    *('"json_object"', "[]", "{}", '{"type": "xml"}', '{"type": "text", "a": 1}'),
+    *('{"type": 7}', '{"type": "json_schema"}', '{"type": "json_schema", "json_schema": {}}'),
+    '{"type": "json_schema", "json_schema": {"name": "a b"}}',
+    '{"type": "json_schema", "json_schema": {"name": "a", "schema": 7}}',
+    '{"type": "json_schema", "json_schema": {"name": "a", "strict": "yes"}}',
+]
 # field -> JSON values that are wrong for it -> what the message says that it must be
-WRONG: dict[str, tuple[list[str], str]] = {
-    "prompt": (['""', "null", "7", "1.5", "true", '["a"]', "{}"], "at least one character"),
-    "parse_special": (["null", '"true"', "0", "1"], "true or false"),
-    "stream": (["null", '"true"', "0", "1", "[]"], "true or false"),
+SHARED: Wrong = {
+    "stream": (_FLAG, "true or false"),
     "max_tokens": (
-        ["0", "-1", "1e9", '"7"', "1.5", "1.0", "null", "true", "[]", "99999999999999999999"],
+        ["0", "-1", "1e9", *_INTEGER, "99999999999999999999"],
         "an integer from 1 to what the prompt leaves of the model's context",
     ),
-    "temperature": (["-0.1", "2.1", "1e308", '"1"', "true", "[]"], "from 0 (greedy) to 2"),
-    "top_p": (["0", "-0.1", "1.01", '"1"', "null", "true"], "above 0 and at most 1"),
-    "top_k": (["-2", "1.5", "1.0", '"5"', "null", "true"], "0 or -1 is off"),
-    "seed": (
-        [str(2**63), str(-(2**63) - 1), "1e30", "1.5", '"7"', "true"],
-        "an integer of 64 bits",
+    "min_tokens": (["-1", "null", *_INTEGER], "an integer from 0 to max_tokens"),
+    "temperature": (["-0.1", "2.1", "1e308", *_NUMBER], "from 0 (greedy) to 2"),
+    "top_p": (["0", "-0.1", "1.01", *_NUMBER], "above 0 and at most 1"),
+    "top_k": (["-2", *_INTEGER], "0 or -1 is off"),
+    "min_p": (["-0.1", "1.01", *_NUMBER], "a number from 0 (off) to 1"),
+    "repetition_penalty": (["0", "-1", "100.1", *_NUMBER], "a number from 0.01 to 100"),
+    "presence_penalty": (["-2.1", "2.1", *_NUMBER], "a number from -2 to 2"),
+    "frequency_penalty": (["-2.1", "2.1", *_NUMBER], "a number from -2 to 2"),
+    "logit_bias": (
+        [
+            *("7", "[]", '{"a": 1}', '{"-1": 1}', '{"1.0": 1}', '{"": 1}', '{"1": "1"}'),
+            *('{"1": 100.1}', '{"1": -101}', '{"1": null}', '{"1": true}', '{"1234567890": 1}'),
+            "{" + ", ".join(f'"{id_}": 1' for id_ in range(1025)) + "}",
+        ],
+        "an object of at most 1024 token ids (as strings), each with a number from -100 to 100",
     ),
-    "ignore_eos": (["null", '"false"', "1"], "true or false"),
-    "repetition_guard": (
-        ["0", "1", "-2", "1001", "2.5", '"3"', "true", "[]"],
-        "an integer from 2 to 1000",
+    "allowed_token_ids": ([*_IDS, "[]"], "a list of at least one token id"),
+    "banned_token_ids": (_IDS, "a list of token ids"),
+    "seed": ([str(2**63), str(-(2**63) - 1), "1e30", *_INTEGER], "an integer of 64 bits"),
+    "n": (["0", "-1", "129", *_INTEGER], "an integer from 1 to 128"),
+    "stop": (
+        [
+            *('""', "7", "{}", '[""]', '["a", ""]', "[7]", "[null]", "true"),
+            f'"{"a" * 1025}"',
+            str(["a"] * 17).replace("'", '"'),
+        ],
+        "a string, or a list of at most 16, of 1 to 1024 characters each",
     ),
+    "stop_token_ids": ([*_IDS, str(list(range(1025)))], "a list of at most 1024 token ids"),
+    "ignore_eos": (["null", *_FLAG], "true or false"),
+    "repetition_guard": (["0", "1", "-2", "1001", *_INTEGER], "an integer from 2 to 1000"),
+    "timeout_ms": (["0", "-1", *_INTEGER], "at most the server's MAX_TIMEOUT_MS"),
+    "response_format": (_FORMAT, '"text", "json_object", or "json_schema"'),
 }
-WRONG_VALUES = [(field, value) for field, (values, _) in WRONG.items() for value in values]
+_LOGPROBS = (["-1", "21", *_INTEGER], "an integer from 0 to 20")
+_TEXT = ["7", "[]", "{}", "true"]
+OPENAI: Wrong = SHARED | {
+    "model": (_TEXT, "GET /v1/models"),
+    "stream_options": (["7", "[]", '{"include_usage": 1}', '{"a": true}'], "include_usage"),
+    "user": (_TEXT, "a string"),
+    "safety_identifier": (_TEXT, "a string"),
+    "prompt_cache_key": (_TEXT, "a string"),
+    "metadata": (["7", '"a"', "[]"], "an object"),
+    "service_tier": (_TEXT, "a string"),
+    "store": (["true", '"false"', "1"], "false; nothing is stored"),
+}
+_USER = '{"role": "user", "content": "a"}'
+_TOOL = '{"type": "function", "function": {"name": "a"}}'
+WRONG: dict[type[BaseModel], Wrong] = {
+    GenerateRequest: SHARED
+    | {
+        "prompt": (['""', "null", "7", "1.5", "true", '["a"]', "{}"], "at least one character"),
+        "parse_special": (["null", *_FLAG], "true or false"),
+        "logprobs": _LOGPROBS,
+        "regex": (['""', *_TEXT], "a regular expression"),
+        "grammar": (['""', *_TEXT], "a grammar"),
+    },
+    CompletionRequest: OPENAI
+    | {
+        "prompt": (
+            [
+                *('""', "[]", '[""]', '["a", ""]', '["a", 7]', "[1, null]", "[[]]", "[[1], []]"),
+                *("7", "null", "{}", "[-1]", "[1.0]", "[true]", '[["a"]]', "[[1], 2]"),
+            ],
+            "a string, a list of strings, a list of token ids, or a list of such lists",
+        ),
+        "logprobs": _LOGPROBS,
+        "best_of": (_INTEGER, "equal to n"),
+        "echo": (["true", '"false"', "1"], "false; the prompt is not echoed"),
+        "suffix": (['""', '"a"', "7"], "null; text cannot be inserted"),
+    },
+    ChatRequest: OPENAI
+    | {
+        "messages": (["null", "7", "{}", "[]", '"a"', "[7]", "[{}]"], "a list of at least one"),
+        "tools": (
+            ["7", "{}", "[]", "[7]", "[{}]", f"[{', '.join([_TOOL] * 129)}]"],
+            "a list of 1 to 128 functions",
+        ),
+        "max_completion_tokens": (["0", "-1", *_INTEGER], "an integer of at least 1"),
+        "logprobs": (_FLAG, "true or false"),
+        "top_logprobs": _LOGPROBS,
+        "tool_choice": (['"any"', "7", "[]", "{}", '{"type": "tool"}'], "names one of the tools"),
+        "parallel_tool_calls": (_FLAG, "true or false"),
+        "modalities": (['"text"', '["audio"]', "7"], '["text"]'),
+    },
+    TokenizeRequest: {
+        "prompt": (["null", *_TEXT], "text"),
+        "parse_special": (["null", *_FLAG], "true or false"),
+        "add_special_tokens": (["null", *_FLAG], "true or false"),
+    },
+    DetokenizeRequest: {"tokens": (["null", *_IDS], "a list of token ids")},
+}
+WRONG_VALUES = [
+    (model, field, value)
+    for model, fields in WRONG.items()
+    for field, (values, _) in fields.items()
+    for value in values
+]
+RIGHT: dict[type[BaseModel], dict[str, str]] = {
+    ChatRequest: {"messages": f"[{_USER}]"},
+    DetokenizeRequest: {"tokens": "[]"},
+}
 
 RIGHT_VALUES = [
     ("prompt", "\x00", "\x00"),
@@ -57,6 +147,10 @@ RIGHT_VALUES = [
     ("temperature", None, None),
     ("top_p", 1, 1.0),
     ("top_p", 1e-9, 1e-9),
+    ("max_tokens", None, None),
+    ("min_tokens", 0, 0),
+    ("top_p", None, None),
+    ("top_k", None, None),
     ("top_k", -1, -1),
     ("top_k", 10**9, 10**9),
     ("seed", None, None),
@@ -65,6 +159,23 @@ RIGHT_VALUES = [
     ("repetition_guard", None, None),
     ("repetition_guard", 2, 2),
     ("repetition_guard", 1000, 1000),
+    ("min_p", 0, 0.0),
+    ("min_p", 1, 1.0),
+    ("repetition_penalty", 0.01, 0.01),
+    ("repetition_penalty", 100, 100.0),
+    ("presence_penalty", -2, -2.0),
+    ("frequency_penalty", 2, 2.0),
+    ("logit_bias", {"0": -100, "999999999": 100}, {"0": -100.0, "999999999": 100.0}),
+    ("allowed_token_ids", [0], [0]),
+    ("banned_token_ids", [], []),
+    ("n", 128, 128),
+    ("stop", ["a"] * 16, ["a"] * 16),
+    ("stop", "a" * 1024, "a" * 1024),
+    ("stop", [], []),
+    ("stop_token_ids", list(range(1024)), list(range(1024))),
+    ("timeout_ms", 1, 1),
+    ("logprobs", 0, 0),
+    ("logprobs", 20, 20),
 ]
 
 
@@ -72,19 +183,16 @@ def request(**fields: Any) -> GenerateRequest:
     return parse(GenerateRequest, orjson.dumps({"prompt": "hello"} | fields))
 
 
-def refused(body: bytes) -> InvalidRequest:
+def refused(body: bytes, model: type[BaseModel] = GenerateRequest) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as raised:
-        parse(GenerateRequest, body)
+        parse(model, body)
     return raised.value
 
 
-def body_with(field: str, value: str) -> bytes:
-    """A body whose `field` is `value`, as JSON text, and that is right otherwise."""
-    fields = {"prompt": '"hello"'} | {field: value}
+def body_with(model: type[BaseModel], /, **values: str) -> bytes:
+    """A body with `values`, as JSON text, and right otherwise."""
+    fields = RIGHT.get(model, {"prompt": '"hello"'}) | values
     return ("{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}").encode()
-
-
-# --- parse ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,31 +226,148 @@ def test_json_that_is_no_object_is_refused(body: bytes) -> None:
     assert refused(body).message == "the body must be a JSON object"
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG_VALUES)
-def test_wrong_value_is_refused_naming_the_field_and_its_limit(field: str, value: str) -> None:
-    error = refused(body_with(field, value))
-    assert error.param == field
-    assert error.message.startswith(f"{field}: ")
-    assert WRONG[field][1] in error.message
-
-
 def test_wrong_values_are_tried_for_every_field() -> None:
-    assert WRONG.keys() == GenerateRequest.model_fields.keys()
+    for model, fields in WRONG.items():
+        assert fields.keys() == model.model_fields.keys(), model
+
+
+@pytest.mark.parametrize(("model", "field", "value"), WRONG_VALUES)
+def test_wrong_value_is_refused_naming_the_field_and_its_limit(
+    model: type[BaseModel], field: str, value: str
+) -> None:
+    """`param` is the way to what is wrong; if a part is missing or unknown, that is all."""
+    error = refused(body_with(model, **{field: value}), model)
+    assert error.param is not None
+    assert error.param == field or error.param.startswith((f"{field}.", f"{field}["))
+    assert error.message.startswith(f"{error.param}: ")
+    is_told = error.message.removeprefix(f"{error.param}: ") in ("is required", "not a field")
+    assert is_told or WRONG[model][field][1] in error.message
 
 
 @pytest.mark.parametrize(
-    "field",
-    ["max_new_tokens", "stop", "Prompt", "n", "__class__", "model_config", "sampling_params"],
+    ("model", "field", "value", "param"),
+    [
+        (GenerateRequest, "stop", '["a", ""]', "stop[1]"),
+        (GenerateRequest, "logit_bias", '{"5": 101}', "logit_bias.5"),
+        (GenerateRequest, "allowed_token_ids", "[1, -1]", "allowed_token_ids[1]"),
+        (GenerateRequest, "response_format", "{}", "response_format.type"),
+        (GenerateRequest, "response_format", '{"type": "xml"}', "response_format.type"),
+        (GenerateRequest, "response_format", _FORMAT[-4], "response_format.json_schema.name"),
+        (GenerateRequest, "response_format", _FORMAT[-3], "response_format.json_schema.name"),
+        (GenerateRequest, "response_format", _FORMAT[-2], "response_format.json_schema.schema"),
+        (CompletionRequest, "prompt", '["a", ""]', "prompt[1]"),
+        (CompletionRequest, "prompt", "[[1], []]", "prompt[1]"),
+        (CompletionRequest, "prompt", "[[1], [1, -1]]", "prompt[1][1]"),
+        (CompletionRequest, "stream_options", '{"a": 1}', "stream_options.a"),
+        (ChatRequest, "messages", "[{}]", "messages[0].role"),
+        (ChatRequest, "messages", f'[{_USER}, {{"role": "bot"}}]', "messages[1].role"),
+        (ChatRequest, "messages", '[{"role": "user"}]', "messages[0].content"),
+        (ChatRequest, "messages", '[{"role": "user", "content": 7}]', "messages[0].content"),
+        (ChatRequest, "messages", '[{"role": "user", "content": []}]', "messages[0].content"),
+        (
+            *(ChatRequest, "messages"),
+            '[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]',
+            "messages[0].content[0].type",
+        ),
+        (
+            *(ChatRequest, "messages"),
+            '[{"role": "user", "content": [{"type": "text"}]}]',
+            "messages[0].content[0].text",
+        ),
+        (
+            *(ChatRequest, "messages"),
+            '[{"role": "user", "content": "a", "tool_calls": []}]',
+            "messages[0].tool_calls",
+        ),
+        (ChatRequest, "messages", '[{"role": "assistant"}]', "messages[0]"),
+        (ChatRequest, "messages", '[{"role": "tool", "content": "a"}]', "messages[0].tool_call_id"),
+        (ChatRequest, "tools", f"[{_TOOL}, {{}}]", "tools[1].type"),
+        (ChatRequest, "tools", '[{"type": "function", "function": {}}]', "tools[0].function.name"),
+        (
+            *(ChatRequest, "tools"),
+            '[{"type": "function", "function": {"name": "a", "parameters": []}}]',
+            "tools[0].function.parameters",
+        ),
+        (ChatRequest, "tool_choice", '{"type": "function"}', "tool_choice.function"),
+        (ChatRequest, "modalities", '["text", "audio"]', "modalities[1]"),
+    ],
 )
-def test_unknown_field_is_refused_naming_it_and_the_known_ones(field: str) -> None:
-    error = refused(body_with(field, "1"))
+def test_param_is_the_way_to_what_is_wrong(
+    model: type[BaseModel], field: str, value: str, param: str
+) -> None:
+    assert refused(body_with(model, **{field: value}), model).param == param
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "param"),
+    [
+        (GenerateRequest, {"regex": '"a"', "grammar": '"b"'}, "grammar"),
+        (GenerateRequest, {"regex": '"a"', "response_format": '{"type": "json_object"}'}, "regex"),
+        (CompletionRequest, {"stream_options": "{}"}, "stream_options"),
+        (CompletionRequest, {"stream_options": "{}", "stream": "false"}, "stream_options"),
+        (CompletionRequest, {"best_of": "2"}, "best_of"),
+        (CompletionRequest, {"best_of": "1", "n": "2"}, "best_of"),
+        (ChatRequest, {"top_logprobs": "2"}, "top_logprobs"),
+        (ChatRequest, {"top_logprobs": "2", "logprobs": "false"}, "top_logprobs"),
+        (
+            *(ChatRequest, {"max_tokens": "1", "max_completion_tokens": "1"}),
+            "max_completion_tokens",
+        ),
+        (ChatRequest, {"tool_choice": '"auto"'}, "tool_choice"),
+        (ChatRequest, {"parallel_tool_calls": "true"}, "parallel_tool_calls"),
+        (
+            ChatRequest,
+            {
+                "tools": f"[{_TOOL}]",
+                "tool_choice": '{"type": "function", "function": {"name": "b"}}',
+            },
+            "tool_choice",
+        ),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused_naming_one(
+    model: type[BaseModel], fields: dict[str, str], param: str
+) -> None:
+    error = refused(body_with(model, **fields), model)
+    assert error.param == param
+    assert error.message.startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize("model", WRONG)
+@pytest.mark.parametrize(
+    "field", ["max_new_tokens", "Prompt", "functions", "__class__", "model_config", ""]
+)
+def test_unknown_field_is_refused_naming_it_and_the_known_ones(
+    model: type[BaseModel], field: str
+) -> None:
+    error = refused(body_with(model, **{field: "1"}), model)
     assert error.param == field
-    assert [name for name in GenerateRequest.model_fields if name not in error.message] == []
+    assert [name for name in model.model_fields if name not in error.message] == []
 
 
-def test_missing_prompt_is_refused_naming_it() -> None:
-    error = refused(b'{"max_tokens": 5}')
-    assert (error.param, error.message) == ("prompt", "prompt: is required")
+def test_error_repeats_no_more_than_a_bit_of_what_the_client_wrote() -> None:
+    long = "x" * 10_000
+    for body in (
+        body_with(GenerateRequest, **{long: "1"}),
+        body_with(GenerateRequest, response_format=f'{{"type": "{long}"}}'),
+        body_with(GenerateRequest, logit_bias=f'{{"{long}": 1}}'),
+    ):
+        error = refused(body)
+        assert error.param is not None
+        assert len(error.param) < 200
+        assert len(error.message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("model", "required"),
+    [
+        *((GenerateRequest, "prompt"), (CompletionRequest, "prompt"), (ChatRequest, "messages")),
+        *((TokenizeRequest, "prompt"), (DetokenizeRequest, "tokens")),
+    ],
+)
+def test_missing_field_is_refused_naming_it(model: type[BaseModel], required: str) -> None:
+    error = refused(b"{}", model)
+    assert (error.param, error.message) == (required, f"{required}: is required")
 
 
 def test_refusal_is_a_400_in_openais_shape() -> None:
@@ -158,272 +383,23 @@ def test_refusal_is_a_400_in_openais_shape() -> None:
     }
 
 
-def test_prompt_alone_is_enough() -> None:
-    assert parse(GenerateRequest, b'{"prompt": "hello"}').prompt == "hello"
+@pytest.mark.parametrize("model", WRONG)
+def test_what_is_required_alone_is_enough(model: type[BaseModel]) -> None:
+    parse(model, body_with(model))
+
+
+@pytest.mark.parametrize("model", [GenerateRequest, CompletionRequest, ChatRequest])
+def test_null_is_a_field_that_is_not_given(model: type[SamplingFields]) -> None:
+    """As some clients send those that were left out; but for flags and `min_tokens` of ours."""
+    nulls = {name: "null" for name, field in model.model_fields.items() if field.default is None}
+    assert len(nulls) > 20
+    given = parse(model, body_with(model, **nulls))
+    assert (
+        given.params(9, None).temperature
+        == parse(model, body_with(model)).params(9, None).temperature
+    )
 
 
 @pytest.mark.parametrize(("field", "value", "read"), RIGHT_VALUES)
 def test_value_at_a_limit_is_taken_as_it_is(field: str, value: Any, read: Any) -> None:
     assert getattr(request(**{field: value}), field) == read
-
-
-# --- sampling parameters --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "temperature"),
-    [
-        ({}, 0.0),
-        ({"max_tokens": 5, "ignore_eos": True, "stream": True}, 0.0),
-        ({"top_p": 0.9}, 1.0),
-        ({"top_p": 1.0}, 1.0),
-        ({"top_k": 5}, 1.0),
-        ({"seed": 7}, 1.0),
-        ({"temperature": None, "seed": 7}, 1.0),
-        ({"temperature": 0, "top_p": 0.9, "top_k": 5, "seed": 7}, 0.0),
-        ({"temperature": 0.7}, 0.7),
-        ({"temperature": 0.7, "top_k": 5}, 0.7),
-    ],
-)
-def test_temperature_is_0_unless_it_or_another_sampling_field_is_given(
-    fields: dict[str, Any], temperature: float
-) -> None:
-    assert request(**fields).sampling_params(9).temperature == temperature
-
-
-@pytest.mark.parametrize("top_k", [0, -1])
-def test_top_k_of_0_or_minus_1_is_off(top_k: int) -> None:
-    assert request(top_k=top_k).sampling_params(9).top_k == 0
-
-
-@pytest.mark.parametrize(
-    ("seed", "key"), [(0, 0), (7, 7), (-1, 2**64 - 1), (-(2**63), 2**63), (2**63 - 1, 2**63 - 1)]
-)
-def test_every_seed_has_a_key_of_its_own(seed: int, key: int) -> None:
-    assert request(seed=seed).sampling_params(9).seed == key
-
-
-@pytest.mark.parametrize("fields", [{}, {"seed": None}])
-def test_seed_is_random_unless_given(fields: dict[str, Any]) -> None:
-    made = request(**fields)
-    seeds = {made.sampling_params(9).seed for _ in range(20)}
-    assert len(seeds) == 20
-    assert all(0 <= seed < 2**64 for seed in seeds)
-
-
-def test_params_carry_what_was_asked_for() -> None:
-    asked = request(
-        temperature=0.5, top_p=0.25, top_k=3, seed=11, ignore_eos=True, repetition_guard=4
-    )
-    assert asked.sampling_params(9) == SamplingParams(9, 0.5, 3, 0.25, 11, True, 4)
-
-
-def test_repetition_is_not_guarded_unless_asked_for() -> None:
-    assert request().sampling_params(9).repetition_guard == 0
-
-
-# --- max_tokens -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("num_prompt", "granted"),
-    [
-        (1, DEFAULT_MAX_TOKENS),
-        (CONTEXT - DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS),
-        (CONTEXT - DEFAULT_MAX_TOKENS + 1, DEFAULT_MAX_TOKENS - 1),
-        (CONTEXT - 2, 2),
-        (CONTEXT - 1, 1),
-    ],
-)
-def test_default_gives_way_to_the_contexts_end(num_prompt: int, granted: int) -> None:
-    assert resolve_max_tokens(request(), num_prompt, CONTEXT) == granted
-
-
-@pytest.mark.parametrize(
-    ("num_prompt", "max_tokens"), [(1, CONTEXT - 1), (CONTEXT - 2, 2), (CONTEXT - 1, 1), (10, 1)]
-)
-def test_max_tokens_that_fits_is_granted_whole(num_prompt: int, max_tokens: int) -> None:
-    assert resolve_max_tokens(request(max_tokens=max_tokens), num_prompt, CONTEXT) == max_tokens
-
-
-@pytest.mark.parametrize(
-    ("num_prompt", "max_tokens"),
-    [(1, CONTEXT), (CONTEXT - 2, 3), (CONTEXT - 1, 2), (10, 1_000_000_000), (4000, 256)],
-)
-def test_max_tokens_beyond_the_context_is_refused_with_the_numbers(
-    num_prompt: int, max_tokens: int
-) -> None:
-    with pytest.raises(InvalidRequest) as raised:
-        resolve_max_tokens(request(max_tokens=max_tokens), num_prompt, CONTEXT)
-    assert raised.value.param == "max_tokens"
-    numbers = {max_tokens, CONTEXT, num_prompt, CONTEXT - num_prompt}
-    assert [number for number in numbers if str(number) not in raised.value.message] == []
-
-
-@pytest.mark.parametrize("fields", [{}, {"max_tokens": 1}, {"max_tokens": 1_000_000_000}])
-@pytest.mark.parametrize("num_prompt", [CONTEXT, CONTEXT + 1, 10 * CONTEXT])
-def test_prompt_that_leaves_no_room_is_refused_with_both_numbers(
-    num_prompt: int, fields: dict[str, Any]
-) -> None:
-    with pytest.raises(PromptTooLong) as raised:
-        resolve_max_tokens(request(**fields), num_prompt, CONTEXT)
-    assert (raised.value.status, raised.value.param) == (400, "prompt")
-    assert f"{num_prompt} tokens" in raised.value.message
-    assert f"context of {CONTEXT} tokens" in raised.value.message
-
-
-# --- answers --------------------------------------------------------------------------------------
-
-
-class StubCompletion:
-    def __init__(self) -> None:
-        self.num_aborts = 0
-        self.sequence = Sequence(
-            request_id="gen-1",
-            prompt_ids=[1, 2, 3],
-            params=SamplingParams(max_tokens=9),
-            arrived_at=100.0,
-            output_ids=[4, 5, 6, 7, 8],
-            admitted_at=100.25,
-            first_token_at=101.25,
-            last_token_at=103.25,
-        )
-
-    def abort(self) -> None:
-        self.num_aborts += 1
-
-
-@dataclass
-class FailingPieces:
-    """Yields `deltas`, then fails as a completion does."""
-
-    deltas: list[Delta]
-
-    def __iter__(self) -> Iterator[Delta]:
-        yield from self.deltas
-        raise ModelFailure("the model run failed: out of memory")
-
-
-PIECES = [
-    Delta("The ", None),
-    Delta('"quoted"\n\ndata: line', None),
-    Delta(" \U0001f642\u2028", None),
-    Delta("", FinishReason.LENGTH),
-]
-END = {
-    "finish_reason": "length",
-    "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8},
-    "timings": {
-        "queue_seconds": 0.25,
-        "prefill_seconds": 1.0,
-        "decode_seconds": 2.0,
-        "tokens_per_second": 2.0,
-    },
-    "request_id": "gen-1",
-    "model": "phi",
-}
-
-
-def plain(deltas: Any) -> dict[str, Any]:
-    # As sent: the finish reason becomes plain text there.
-    sent: dict[str, Any] = orjson.loads(orjson.dumps(result(StubCompletion(), deltas, "phi")))
-    return sent
-
-
-def read(frames: list[bytes]) -> list[dict[str, Any]]:
-    """What a client reads: a message ends with an empty line."""
-    messages = b"".join(frames).split(b"\n\n")
-    assert messages.pop() == b""
-    assert all(message.startswith(b"data: ") and b"\n" not in message for message in messages)
-    return [orjson.loads(message.removeprefix(b"data: ")) for message in messages]
-
-
-def streamed(deltas: Any) -> list[dict[str, Any]]:
-    return read(list(events(StubCompletion(), deltas, "phi")))
-
-
-def test_plain_answer_is_the_text_and_how_it_ended() -> None:
-    assert plain(PIECES) == {"text": 'The "quoted"\n\ndata: line \U0001f642\u2028'} | END
-
-
-@pytest.mark.parametrize("first", range(len(PIECES)))
-def test_joined_stream_is_the_plain_text(first: int) -> None:
-    joined = "".join(message["text"] for message in streamed(PIECES[first:]))
-    assert joined == plain(PIECES[first:])["text"]
-
-
-def test_event_comes_for_every_piece() -> None:
-    assert [m["text"] for m in streamed(PIECES)] == [delta.text for delta in PIECES]
-
-
-def test_last_event_carries_what_the_plain_answer_has_besides() -> None:
-    assert streamed(PIECES)[-1] == {"text": ""} | END
-
-
-def test_events_before_the_last_carry_text_only() -> None:
-    assert [set(message) for message in streamed(PIECES)[:-1]] == [{"text"}] * 3
-
-
-@pytest.mark.parametrize("reason", list(FinishReason))
-def test_finish_reason_is_sent_as_its_value(reason: FinishReason) -> None:
-    deltas = [Delta("a", reason)]
-    sent = plain(deltas)["finish_reason"], streamed(deltas)[-1]["finish_reason"]
-    assert sent == (reason.value, reason.value)
-
-
-@pytest.mark.parametrize("num_pieces", [0, 1, 3])
-def test_failure_midway_becomes_one_error_event_at_the_end(num_pieces: int) -> None:
-    messages = streamed(FailingPieces(PIECES[:num_pieces]))
-    assert [set(message) for message in messages] == [{"text"}] * num_pieces + [{"error"}]
-    assert messages[-1]["error"] == {
-        "message": "the model run failed: out of memory",
-        "type": "server_error",
-        "code": "model_failure",
-        "param": None,
-    }
-
-
-def test_failure_of_a_plain_answer_is_raised_for_the_status() -> None:
-    with pytest.raises(ModelFailure):
-        plain(FailingPieces(PIECES[:1]))
-
-
-def test_client_that_leaves_early_aborts_the_completion() -> None:
-    completion: Any = StubCompletion()
-    stream: Any = events(completion, PIECES, "phi")
-    next(stream)
-    assert completion.num_aborts == 0
-    stream.close()
-    assert completion.num_aborts == 1
-
-
-def test_failure_aborts_the_completion() -> None:
-    completion: Any = StubCompletion()
-    list(events(completion, FailingPieces([]), "phi"))
-    assert completion.num_aborts == 1
-
-
-def test_event_is_one_line_whatever_the_text() -> None:
-    assert event({"text": "a\n\r\n\u2028b"}) == 'data: {"text":"a\\n\\r\\n\u2028b"}\n\n'.encode()
-
-
-def test_usage_adds_up() -> None:
-    assert usage(StubCompletion().sequence) == END["usage"]
-
-
-def test_timings_of_a_single_token_have_no_rate() -> None:
-    sequence = StubCompletion().sequence
-    sequence.output_ids, sequence.last_token_at = [4], sequence.first_token_at
-    assert timings(sequence) == {
-        "queue_seconds": 0.25,
-        "prefill_seconds": 1.0,
-        "decode_seconds": 0.0,
-        "tokens_per_second": None,
-    }
-
-
-@pytest.mark.parametrize("stamp", ["admitted_at", "first_token_at", "last_token_at"])
-def test_answer_without_a_token_has_no_timings(stamp: str) -> None:
-    sequence = StubCompletion().sequence
-    setattr(sequence, stamp, None)
-    assert timings(sequence) == {}
