@@ -55,8 +55,11 @@ ROUTES: tuple[Route, ...] = (
         ends_with_done=True,
         errors=(*_GENERATES, 404),
         example={
-            "messages": [{"role": "user", "content": "What is the capital of France?"}],
-            "max_tokens": 24,
+            "messages": [
+                {"role": "system", "content": "Answer in one sentence."},
+                {"role": "user", "content": "What is the capital of France?"},
+            ],
+            "max_tokens": 16,
         },
     ),
     Route(

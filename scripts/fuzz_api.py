@@ -211,11 +211,11 @@ def main(url: str, max_examples: int, seed: int) -> None:
         tally = fuzz(schema, max_examples, seed, session)
     report(tally)
     by_route = {label: dict(sorted(c.items())) for label, c in tally.statuses.items()}
+    statuses = sum(tally.statuses.values(), Counter())
     summary = {
         "requests": tally.num_requests,
-        "server_errors": sum(
-            num for c in tally.statuses.values() for status, num in c.items() if status >= 500
-        ),
+        "server_errors": sum(n for status, n in statuses.items() if 500 <= status != 504),
+        "deadlines": statuses[504],
         "failures": list(tally.failures),
         "seed": seed,
         "by_route": by_route,
