@@ -47,6 +47,7 @@ def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, 
     probe = read_record(folder).probe
     codec = TextCodec.load(folder)
     model = OnnxModel.load(folder, settings.device, num_threads, graph)
+    model.deterministic = settings.deterministic
     _check_fit(model, codec, settings)
     if probe is not None:
         _run_probe(probe, model)
@@ -57,6 +58,7 @@ def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, 
         "requested_device": settings.device,
         "probe": "none" if probe is None else "passed",
         "threads": num_threads,
+        "deterministic": model.deterministic,
         "max_batch_size": cache.num_rows,
         "max_model_len": cache.max_len,
         "prefill_chunk": settings.prefill_chunk,

@@ -18,7 +18,13 @@ from .bridge import Bridge, State
 from .completion import Answer, Completion
 from .config import Settings
 from .errors import NotReady
-from .limits import check_min_tokens, check_structure, check_token_ids, resolve_max_tokens
+from .limits import (
+    check_logprobs,
+    check_min_tokens,
+    check_structure,
+    check_token_ids,
+    resolve_max_tokens,
+)
 from .metrics import Metrics
 from .sequence import Constraint, Sequence
 
@@ -130,6 +136,7 @@ class Service:
             ask.max_tokens, ask.default_max_tokens, len(prompt_ids), self.model.max_model_len
         )
         check_min_tokens(fields.min_tokens, max_tokens)
+        check_logprobs(len(ask.prompts) * fields.num_choices, max_tokens, ask.num_logprobs)
         params = fields.params(max_tokens, ask.num_logprobs)
         return [
             Sequence(

@@ -119,11 +119,17 @@ def scripted_engine(
 
 
 def real_engine(
-    folder: Path, max_batch_size: int = 8, prefill_chunk: int = 16, max_model_len: int = 256
+    folder: Path,
+    max_batch_size: int = 8,
+    prefill_chunk: int = 16,
+    max_model_len: int = 256,
+    *,
+    deterministic: bool = False,
 ) -> Engine:
     from app.model import OnnxModel
 
     model = OnnxModel.load(folder, "cpu", num_threads=1)
+    model.deterministic = deterministic
     cache = KVCache(model.spec.kv, max_batch_size, max_model_len, model.device)
     scheduler = Scheduler(max_batch_size, max_model_len, prefill_chunk, frozenset())
     return Engine(model, cache, scheduler, Unobserved())

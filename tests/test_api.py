@@ -26,7 +26,9 @@ from app.text import Detokenizer, TextCodec
 from .engines import STUB_VOCAB, StubModel, loaded_model, stub_answer, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
-SETTINGS = Settings(Path(), "127.0.0.1", 0, "cpu", False, 1, 4, 64, 8, 100_000, 0, (), "info")
+SETTINGS = Settings(
+    *(Path(), "127.0.0.1", 0, "cpu", False, False, 1, 4, 64, 8, 100_000, 0, (), "info")
+)
 
 
 class StubService(Service):

@@ -105,7 +105,7 @@ DOORS: dict[str, set[str]] = {
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"form", "fused", "model"},
     "optimum": {"model"},
-    "orjson": {"http", "protocol", "replies"},
+    "orjson": {"http", "openai_replies", "protocol", "replies"},
     "prometheus_client": {"api", "metrics", "service"},
     "psutil": {"machine"},
     "pydantic": {
