@@ -68,6 +68,10 @@ OWN: dict[str, set[str]] = {
     "replies": {"completion", "errors", "text"},
     "generate_replies": {"completion", "replies", "text"},
     "openai_replies": {"completion", "replies", "sequence", "text", "tool_calls"},
+    "responses": set(),
+    "routes": {"generate_requests", "openai_requests", "responses"},
+    "openapi": {"http", "responses", "routes"},
+    "docs_page": {"http", "openapi"},
     "loading": {
         *{"chat", "config", "engine", "errors", "graph", "kv_cache", "machine", "model"},
         *{"probe", "record", "scheduler", "text"},
@@ -84,16 +88,16 @@ OWN: dict[str, set[str]] = {
         *{"errors", "fields", "http", "limits", "openai_replies", "openai_requests", "service"},
         *{"tool_calls", "tool_grammar", "tools"},
     },
-    "api": {"errors", "generate_api", "http", "openai_api", "service"},
+    "api": {"docs_page", "errors", "generate_api", "http", "openai_api", "service"},
     "__main__": {"api", "bridge", "config", "edge", "errors", "service"},
 }
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
     "click": {"config"},
-    "flask": {"api", "edge", "generate_api", "http", "openai_api"},
+    "flask": {"api", "docs_page", "edge", "generate_api", "http", "openai_api"},
     "gevent": {"__main__", "bridge", "completion", "edge"},
-    "jinja2": {"chat"},
+    "jinja2": {"chat", "docs_page"},
     "numpy": {
         *{"candidates", "edits", "engine", "form", "fused", "logprobs", "model", "portable"},
         *{"probe", "sampler"},
@@ -104,7 +108,10 @@ DOORS: dict[str, set[str]] = {
     "orjson": {"http", "openai_replies", "protocol", "replies"},
     "prometheus_client": {"api", "metrics", "service"},
     "psutil": {"machine"},
-    "pydantic": {"fields", "generate_requests", "http", "openai_requests", "protocol", "record"},
+    "pydantic": {
+        *{"fields", "generate_requests", "http", "openai_requests", "openapi", "protocol"},
+        *{"record", "responses", "routes"},
+    },
     "pydantic_core": {"protocol"},
     "tokenizers": {"plain", "text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
