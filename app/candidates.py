@@ -145,7 +145,8 @@ def _nucleus(
     if len(kept) > num_kept:
         ties = kept[values[kept] == edge]
         kept = np.setdiff1d(kept, ties[num_kept - len(kept) :], assume_unique=True)
-    return likely[kept]
+    chosen: NDArray[np.int64] = likely[kept]
+    return chosen
 
 
 def _inverse_cdf(weights: NDArray[Any], draw: float) -> int:
