@@ -7,12 +7,14 @@ Runtime).
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from .config import Settings
 from .engine import Engine, Observer
 from .errors import UnservableModel, WrongSetting
+from .grammar import Grammars
 from .graph import Graph
 from .kv_cache import KVBudget, KVCache
 from .machine import available_cpus
@@ -21,6 +23,8 @@ from .probe import check_probe
 from .record import Probe, read_record
 from .scheduler import Scheduler
 from .text import TextCodec
+
+log = logging.getLogger(__name__)
 
 _KV_MEMORY_SHARE = 0.8  # of what is free once the weights are loaded; the rest is workspace
 _SHOWN_VERSIONS = ("onnxruntime", "onnxruntime-gpu", "optimum-onnx", "torch", "transformers")
@@ -34,6 +38,7 @@ class LoadedModel:
     codec: TextCodec
     max_model_len: int
     info: dict[str, Any]
+    grammars: Grammars | None = None  # None: they cannot be made for this tokenizer
 
 
 def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, LoadedModel]:
@@ -59,8 +64,9 @@ def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, 
         "kv_cache_bytes": cache.num_rows * cache.max_len * model.spec.kv.bytes_per_token,
         "versions": _versions(),
     }
-    engine = Engine(model, cache, scheduler, observer)
-    return engine, LoadedModel(info["model"], codec, cache.max_len, info)
+    engine = Engine(model, cache, scheduler, observer, num_threads=num_threads)
+    grammars = _make_grammars(codec, model.spec.vocab_size)
+    return engine, LoadedModel(info["model"], codec, cache.max_len, info, grammars)
 
 
 def _check_fit(model: OnnxModel, codec: TextCodec, settings: Settings) -> None:
@@ -77,6 +83,14 @@ def _check_fit(model: OnnxModel, codec: TextCodec, settings: Settings) -> None:
             f"MAX_MODEL_LEN={settings.max_model_len}: {model.context_length} tokens are served of "
             "this graph, for longer rows would change the rotary factors of all (longrope)"
         )
+
+
+def _make_grammars(codec: TextCodec, vocab_size: int) -> Grammars | None:
+    try:
+        return Grammars(codec.tokenizer, vocab_size, codec.eos_ids)
+    except ValueError as error:
+        log.warning("no structured output with this tokenizer: %s", error)
+        return None
 
 
 def _run_probe(probe: Probe, model: OnnxModel) -> None:

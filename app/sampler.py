@@ -42,14 +42,21 @@ def sample(
     A row with a NaN or +inf, or of -inf only, is marked not finite and its token is meaningless;
     the other rows are not affected.
     """
+    model_logits, has_choice = logits, np.ones(len(sequences), np.bool_)
+    if masks:
+        logits = logits.copy()
+        for row, mask in masks.items():
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: logits.shape[1]]
+            logits[row, bits == 0] = -np.inf
+            has_choice[row] = bits.any()
     token_ids = logits.argmax(axis=1)
     # argmax finds a NaN before any number, so the maximum tells for the whole row.
-    is_finite = np.isfinite(logits[np.arange(len(sequences)), token_ids])
+    is_finite = np.isfinite(model_logits.max(axis=1, initial=-np.inf))
     for row, sequence in enumerate(sequences):
-        if sequence.params.temperature > 0 and is_finite[row]:
+        if sequence.params.temperature > 0 and is_finite[row] and has_choice[row]:
             draw = uniform(sequence.params.seed, step=len(sequence.output_ids))
             token_ids[row] = _draw(logits[row], sequence.params, draw)
-    return Sampled(token_ids, is_finite, np.ones(len(sequences), np.bool_), {})
+    return Sampled(token_ids, is_finite, has_choice, {})
 
 
 def uniform(seed: int, step: int) -> float:

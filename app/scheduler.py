@@ -90,7 +90,7 @@ class Scheduler:
             if not sampled.is_finite[row]:
                 advances.append(_failed(sequence, _NOT_FINITE))
             elif not sampled.has_choice[row]:
-                advances.append(_failed(sequence, _NO_CHOICE))
+                advances.append(_failed(sequence, _why_no_choice(sequence)))
             else:
                 token_id, logprobs = int(sampled.token_ids[row]), sampled.logprobs.get(row)
                 advances.append(self._append(sequence, token_id, logprobs))
@@ -169,6 +169,11 @@ class Scheduler:
 def _completes(constraint: Constraint, token_id: int) -> bool:
     constraint.accept(token_id)
     return constraint.is_complete
+
+
+def _why_no_choice(sequence: Sequence) -> str:
+    error = sequence.constraint.error if sequence.constraint is not None else None
+    return _NO_CHOICE if error is None else f"this request's grammar cannot be followed: {error}"
 
 
 def _repeats(sequence: Sequence) -> bool:

@@ -66,6 +66,10 @@ class Constraint(Protocol):
     def is_complete(self) -> bool:
         """The answer is whole, and nothing can follow it."""
 
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot be followed any further; None if it can."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
