@@ -15,40 +15,49 @@ from numpy.typing import NDArray
 
 from .sequence import SamplingParams
 
-_BLOCK = 128
 # Longer rows get their weights in float32: 1e-7 of a weight, and a third of the time of float64.
 _MAX_EXACT = 4096
-_MIN_TEMPERATURE = float(np.finfo(np.float32).tiny)  # below it float32 knows only 0
+_BLOCK = 128
+_MIN_TEMPERATURE = 1e-30  # float32 does not know the inverse of a much smaller number
 
 
-def draw_token(logits: NDArray[np.float32], params: SamplingParams, draw: float) -> int:
+def draw_token(
+    logits: NDArray[np.float32],
+    top: float,
+    params: SamplingParams,
+    draw: float,
+    scratch: NDArray[np.float32] | None = None,
+) -> int:
     """The token at share `draw` of the mass of the `candidates`, counted by rising id."""
-    ids, weights = candidates(logits, params)
+    ids, weights = candidates(logits, top, params, scratch)
     chosen = _inverse_cdf(weights, draw)
     return chosen if ids is None else int(ids[chosen])
 
 
 def candidates(
-    logits: NDArray[np.float32], params: SamplingParams
+    logits: NDArray[np.float32],
+    top: float,
+    params: SamplingParams,
+    scratch: NDArray[np.float32] | None = None,
 ) -> tuple[NDArray[np.int64] | None, NDArray[Any]]:
     """The tokens that may be drawn, by rising id (None: all), and each one's weight.
 
     The order is vLLM's (v1/sample/sampler.py): temperature, min-p, top-k, top-p, each of what the
     one before has left. As min-p and top-k both keep the likeliest, these two may be swapped.
 
-    `logits`, shape (vocab,), have a largest one, and it is finite. The temperature is not 0.
+    `top`, finite, is the largest of `logits`, shape (vocab,). The temperature is not 0. The weights
+    may lie in `scratch`, of the same shape.
     """
-    top = float(logits.max())
     ids: NDArray[np.int64] | None = None
     values = logits
     if params.min_p > 0:
         ids = at_least(logits, top, params)
         values = values[ids]
     if 0 < params.top_k < len(values):
-        kept = largest(values, params.top_k)
+        kept = np.sort(largest(values, params.top_k))
         ids = kept if ids is None else ids[kept]
         values = values[kept]
-    weights = _weights(values, top, params.temperature)
+    weights = _weights(values, top, params.temperature, scratch)
     if params.top_p < 1:
         kept = _nucleus(values, weights, top, params)
         ids = kept if ids is None else ids[kept]
@@ -63,41 +72,42 @@ def at_least(logits: NDArray[np.float32], top: float, params: SamplingParams) ->
     Nguyen et al., "Turning up the heat: min-p sampling", 2024; transformers' MinPLogitsWarper.
     exp((x - top) / temperature) >= min_p, solved for x: needs no exponential.
     """
-    return np.flatnonzero(logits >= top + params.temperature * math.log(params.min_p))
+    return (logits >= top + params.temperature * math.log(params.min_p)).nonzero()[0]
 
 
 def largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
-    """The indices of the `k` largest values, in rising order; ties go to the lower index.
+    """The indices of the `k` largest values, the largest first; of ties the lower index.
 
     The k-th largest of the maxima of any blocks is not above the k-th largest value: k blocks at
     least have a value that large. So only what reaches it has to be looked at.
     """
-    if k >= len(values):
-        return np.arange(len(values))
-    width = len(values) // _BLOCK
-    if 2 * k > width:
-        return _down_to(values, np.partition(values, -k)[-k], k)
-    # Block i is every width-th value from i on (that way numpy takes maxima fastest); the few
-    # values behind the last whole block are in no block, which only lowers the bound.
-    maxima = values[: width * _BLOCK].reshape(_BLOCK, width).max(axis=0)
-    indices = np.flatnonzero(values >= np.partition(maxima, -k)[-k])
-    reaching = values[indices]
-    return indices[_down_to(reaching, np.partition(reaching, -k)[-k], k)]
+    num_blocks = max(3 * k, 384)
+    depth = len(values) // num_blocks
+    if depth >= 8:
+        # Block i is every num_blocks-th value from i on (that way numpy takes maxima fastest). The
+        # few values behind the last whole block are in none, which only lowers the bound.
+        maxima = values[: depth * num_blocks].reshape(depth, num_blocks).max(axis=0)
+        bound = np.partition(maxima, -k)[-k]
+    else:
+        bound = np.partition(values, -k)[-k] if k < len(values) else -np.inf
+    indices = (values >= bound).nonzero()[0]
+    order = (-values[indices]).argsort(kind="stable")
+    return indices[order[:k]]
 
 
-def _down_to(values: NDArray[Any], edge: Any, k: int) -> NDArray[np.int64]:
-    """Indices, in rising order, of the `k` largest values, of which `edge` is the last."""
-    above = np.flatnonzero(values > edge)
-    ties = np.flatnonzero(values == edge)[: k - len(above)]
-    return np.sort(np.concatenate([above, ties]))
-
-
-def _weights(values: NDArray[np.float32], top: float, temperature: float) -> NDArray[Any]:
+def _weights(
+    values: NDArray[np.float32],
+    top: float,
+    temperature: float,
+    scratch: NDArray[np.float32] | None,
+) -> NDArray[Any]:
     """exp((value - top) / temperature): probabilities but for a factor; `top` has 1."""
     if len(values) <= _MAX_EXACT:
         return _exact_weights(values, top, temperature)
-    scaled = values - np.float32(top)
-    scaled /= np.float32(max(temperature, _MIN_TEMPERATURE))
+    out = None if scratch is None else scratch[: len(values)]
+    scaled: NDArray[np.float32] = np.subtract(values, np.float32(top), out=out)
+    if temperature != 1:
+        scaled *= np.float32(1 / max(temperature, _MIN_TEMPERATURE))
     np.exp(scaled, out=scaled)
     return scaled
 
@@ -105,7 +115,11 @@ def _weights(values: NDArray[np.float32], top: float, temperature: float) -> NDA
 def _exact_weights(
     values: NDArray[np.float32], top: float, temperature: float
 ) -> NDArray[np.float64]:
-    return np.exp((values.astype(np.float64) - top) / temperature)
+    weights: NDArray[np.float64] = values.astype(np.float64)
+    weights -= top
+    weights /= temperature
+    np.exp(weights, out=weights)
+    return weights
 
 
 def _nucleus(
@@ -121,11 +135,18 @@ def _nucleus(
     """
     mass = float(weights.sum())
     bound = (1 - params.top_p) * mass / len(weights)
-    likely = np.flatnonzero(weights >= min(bound, 1.0))  # 1: rounding must leave the top
-    ordered = np.sort(values[likely])[::-1]
+    likely = (weights >= min(bound, 1.0)).nonzero()[0]  # 1: rounding must leave the top
+    values = values[likely]
+    ordered = np.sort(values)[::-1]
     cumulative = _exact_weights(ordered, top, params.temperature).cumsum()
-    num_kept = min(int(np.searchsorted(cumulative, params.top_p * mass)) + 1, len(ordered))
-    return likely[_down_to(values[likely], ordered[num_kept - 1], num_kept)]
+    num_kept = min(int(cumulative.searchsorted(params.top_p * mass)) + 1, len(ordered))
+    edge = ordered[num_kept - 1]
+    kept = (values >= edge).nonzero()[0]
+    if len(kept) > num_kept:
+        ties = kept[values[kept] == edge]
+        kept = np.setdiff1d(kept, ties[num_kept - len(kept) :], assume_unique=True)
+    chosen: NDArray[np.int64] = likely[kept]
+    return chosen
 
 
 def _inverse_cdf(weights: NDArray[Any], draw: float) -> int:
@@ -145,5 +166,5 @@ def _inverse_cdf(weights: NDArray[Any], draw: float) -> int:
 
 def _first_above(cumulative: NDArray[np.float64], target: float) -> int:
     # However `target` was rounded, it must not lead behind the last weight that is not 0.
-    last = float(np.nextafter(cumulative[-1], 0.0))
-    return int(np.searchsorted(cumulative, min(target, last), side="right"))
+    last = math.nextafter(float(cumulative[-1]), 0.0)
+    return int(cumulative.searchsorted(min(target, last), side="right"))

@@ -39,9 +39,6 @@ class ControlTokens:
         self._halves = {text[:n] for text in texts for n in range(1, len(text))}
         self._longest = max(map(len, texts), default=0)
         self._whole = _starts_of(texts)
-        # A letter or digit alone is too common to be replaced wherever it stands.
-        signs = "".join(char for char in self.first if not char.isalnum())
-        self._sign = re.compile(f"[{re.escape(signs)}]") if signs else None
 
     def stand_ins(self, texts: Iterable[str]) -> StandIns:
         """Ones that none of `texts` has. Raises InvalidRequest if these use up all."""
@@ -51,17 +48,14 @@ class ControlTokens:
             raise InvalidRequest("messages: they use up the private-use characters of plane 15")
         return StandIns(self, dict(zip(self.first, free, strict=False)))
 
-    def starts(self, text: str, *, everywhere: bool) -> set[int]:
-        """Places where a control token begins in `text`, or could if it went on behind its end;
-        `everywhere`, also each place of a sign with which one can begin."""
+    def starts(self, text: str) -> set[int]:
+        """Places where a control token begins in `text`, or would if it went on behind its end."""
         places = {match.start() for match in self._whole.finditer(text)} if self._whole else set()
         # Templates trim, so blanks at the end do not keep halves apart.
         for end in {len(text), len(text.rstrip())}:
             for at in range(max(0, end - self._longest + 1), end):
                 if text[at:end] in self._halves:
                     places.add(at)
-        if everywhere and self._sign:
-            places.update(match.start() for match in self._sign.finditer(text))
         return places
 
 
@@ -71,26 +65,30 @@ class StandIns:
     def __init__(self, control: ControlTokens, chars: dict[str, str]) -> None:
         self._control = control
         self._chars = chars
-        self._back = {ord(stand_in): char for char, stand_in in chars.items()}
+        # A letter or digit alone is too common to be replaced wherever it stands.
+        self._signs = {char: stand_in for char, stand_in in chars.items() if not char.isalnum()}
 
     def full(self, text: str) -> str:
         """Every sign with which a control token begins is replaced."""
-        return self._replace(text, self._control.starts(text, everywhere=True))
+        text = self.minimal(text)
+        for char, stand_in in self._signs.items():
+            text = text.replace(char, stand_in)
+        return text
 
     def minimal(self, text: str) -> str:
         """Only control tokens, and what would be one together with what follows, are broken."""
-        return self._replace(text, self._control.starts(text, everywhere=False))
-
-    def restore(self, text: str) -> str:
-        return text.translate(self._back)
-
-    def _replace(self, text: str, places: set[int]) -> str:
+        places = self._control.starts(text)
         if not places:
             return text
         chars = list(text)
         for place in places:
             chars[place] = self._chars[chars[place]]
         return "".join(chars)
+
+    def restore(self, text: str) -> str:
+        for char, stand_in in self._chars.items():
+            text = text.replace(stand_in, char)
+        return text
 
 
 def _starts_of(texts: Iterable[str]) -> re.Pattern[str] | None:

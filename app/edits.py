@@ -22,8 +22,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 _MINUS_INFINITY = np.uint32(0xFF800000)  # as the bits of a float32
 
 
-def edit(logits: Logits, sequence: Sequence, mask: Mask | None) -> Logits:
-    """The row as the request wants it: `logits` itself if there is nothing to do, else a copy.
+def edit(logits: Logits, sequence: Sequence, mask: Mask | None, scratch: Logits) -> Logits:
+    """The row as the request wants it: `logits` itself if there is nothing to do, else `scratch`,
+    filled.
 
     Bit i of word w of `mask`, the lowest first, permits token 32 w + i; tokens behind its end are
     forbidden.
@@ -31,7 +32,7 @@ def edit(logits: Logits, sequence: Sequence, mask: Mask | None) -> Logits:
     edits = sequence.sampler_state
     if not isinstance(edits, Edits):
         edits = sequence.sampler_state = Edits(sequence.params)
-    return edits.apply(logits, sequence, mask)
+    return edits.apply(logits, sequence, mask, scratch)
 
 
 class Edits:
@@ -48,26 +49,29 @@ class Edits:
         self._seen = _Seen() if _has_penalty(params) else None
         self._is_needed = (
             allowed is not None
-            or len(self._banned) > 0
-            or len(self._biased) > 0
+            or len(self._banned) + len(self._biased) > 0
             or self._seen is not None
         )
 
-    def apply(self, logits: Logits, sequence: Sequence, mask: Mask | None) -> Logits:
+    def apply(
+        self, logits: Logits, sequence: Sequence, mask: Mask | None, edited: Logits
+    ) -> Logits:
         is_short = len(sequence.output_ids) < self._params.min_tokens and sequence.end_ids
         if not (self._is_needed or is_short or mask is not None):
             return logits
         if self._allowed is None:
-            edited = logits.copy()
+            np.copyto(edited, logits)
         else:
-            edited = np.full_like(logits, -np.inf)
+            edited.fill(-np.inf)
             edited[self._allowed] = logits[self._allowed]
         if mask is not None:
             _forbid_unmasked(edited, mask)
-        edited[self._banned] = -np.inf
+        if len(self._banned):
+            edited[self._banned] = -np.inf
         if is_short:
             edited[[id_ for id_ in sequence.end_ids if id_ < len(edited)]] = -np.inf
-        edited[self._biased] += self._bias
+        if len(self._biased):
+            edited[self._biased] += self._bias
         if self._seen is not None:
             self._seen.update(sequence)
             self._seen.penalize(edited, self._params)

@@ -14,19 +14,25 @@ from .candidates import largest
 from .sequence import TokenLogprobs
 
 
-def log_probabilities(logits: NDArray[np.float32], chosen: int, num_logprobs: int) -> TokenLogprobs:
-    """Natural log-softmax of the finite row `logits`, shape (vocab,): of `chosen`, and of the
-    `num_logprobs` likeliest, of ties the lower ids.
+def log_probabilities(
+    logits: NDArray[np.float32],
+    top: float,
+    chosen: int,
+    num_logprobs: int,
+    scratch: NDArray[np.float32] | None = None,
+) -> TokenLogprobs:
+    """Natural log-softmax of `logits`, shape (vocab,), whose largest is `top`, finite: of `chosen`,
+    and of the `num_logprobs` likeliest, of ties the lower ids.
 
-    Tokens of probability 0 are not among the likeliest, so there may be fewer.
+    Tokens of probability 0 are not among the likeliest, so there may be fewer. `scratch`, of the
+    same shape, is overwritten.
     """
-    top = float(logits.max())
-    scaled = logits - np.float32(top)
+    scaled = np.subtract(logits, np.float32(top), out=scratch)
     # float32 adds pairwise: the sum of a vocabulary is right to some 1e-7.
     log_sum = top + math.log(float(np.exp(scaled, out=scaled).sum()))
-    ids = largest(logits, num_logprobs) if num_logprobs > 0 else np.empty(0, np.int64)
-    values = logits[ids]
-    order = np.argsort(-values, kind="stable")
-    pairs = zip(ids[order].tolist(), values[order].tolist(), strict=True)
-    likeliest = tuple((id_, value - log_sum) for id_, value in pairs if value > -math.inf)
+    likeliest: tuple[tuple[int, float], ...] = ()
+    if num_logprobs > 0:
+        ids = largest(logits, num_logprobs)
+        pairs = zip(ids.tolist(), logits[ids].tolist(), strict=True)
+        likeliest = tuple((id_, value - log_sum) for id_, value in pairs if value > -math.inf)
     return TokenLogprobs(float(logits[chosen]) - log_sum, likeliest)

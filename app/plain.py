@@ -18,11 +18,14 @@ from .control import is_control
 class PlainEncoder:
     """Encodes text in which control tokens are plain text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        fields = json.loads(tokenizer.to_str())
-        for token in fields["added_tokens"]:
-            token["special"] = is_control(token["content"], token["special"])
-        control = [token for token in fields["added_tokens"] if token["special"]]
+    def __init__(self, tokenizer: dict[str, Any]) -> None:
+        """Takes what tokenizer.json holds."""
+        added = [
+            {**token, "special": is_control(token["content"], token["special"])}
+            for token in tokenizer["added_tokens"]
+        ]
+        fields = {**tokenizer, "added_tokens": added}
+        control = [token for token in added if token["special"]]
         self._first = _without_control(fields)
         # A text inside another one: what a tokenizer puts in front of the whole is not repeated.
         kinds = {token["normalized"] for token in control}
@@ -63,6 +66,17 @@ class PlainEncoder:
         """The encoder for what stands behind a control token; most often the same."""
         inner = _changed_parts(fields, behind_normalized)
         return self._first if inner == fields else _without_control(inner)
+
+
+def control_finder(fields: dict[str, Any]) -> Tokenizer:
+    """Finds the added tokens of a tokenizer.json where it does, but what lies between is one piece:
+    tokenizing that would take long and be of no use."""
+    vocabulary = {token["content"]: token["id"] for token in fields["added_tokens"]}
+    other = "".join(vocabulary) + "?"  # longer than each of them
+    vocabulary[other] = max(vocabulary.values(), default=0) + 1
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": other}
+    unused = dict.fromkeys(("pre_tokenizer", "post_processor", "decoder"))
+    return Tokenizer.from_str(json.dumps({**fields, **unused, "model": model}))
 
 
 def _changed_parts(fields: dict[str, Any], behind_normalized: bool) -> dict[str, Any]:

@@ -3,9 +3,11 @@ number of tokens so far, never on its neighbours."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,33 +50,56 @@ def sample(
     """
     token_ids = logits.argmax(axis=1)
     # argmax finds a NaN before any number, so the maximum tells for the whole row.
-    is_finite = np.isfinite(logits[np.arange(len(sequences)), token_ids])
+    tops = logits[np.arange(len(sequences)), token_ids]
+    is_finite = np.isfinite(tops)
     has_choice = np.ones(len(sequences), np.bool_)
     logprobs: dict[int, TokenLogprobs] = {}
+    # One row each, for all rows: fresh memory costs as much as what is done with it.
+    edited_row, work_row = np.empty((2, logits.shape[1]), np.float32)
     # Overflows are meant: a tiny temperature sends all but the largest to -inf.
     with np.errstate(over="ignore", under="ignore"):
-        for row in np.flatnonzero(is_finite).tolist():
-            sequence = sequences[row]
-            raw, params = logits[row], sequence.params
-            edited = edit(raw, sequence, masks.get(row))
+        for row in is_finite.nonzero()[0].tolist():
+            sequence, params = sequences[row], sequences[row].params
+            raw, raw_top = logits[row], float(tops[row])
+            edited, top = edit(raw, sequence, masks.get(row), edited_row), raw_top
             if edited is not raw:
                 token_ids[row] = edited.argmax()
-                has_choice[row] = edited[token_ids[row]] > -np.inf
+                top = float(edited[token_ids[row]])
+                has_choice[row] = top > -np.inf
             if not has_choice[row]:
                 continue
             if params.temperature > 0:
                 draw = uniform(params.seed, step=len(sequence.output_ids))
-                token_ids[row] = draw_token(edited, params, draw)
+                token_ids[row] = draw_token(edited, top, params, draw, work_row)
             if params.num_logprobs is not None:
-                chosen = int(token_ids[row])
-                logprobs[row] = log_probabilities(raw, chosen, params.num_logprobs)
+                token_id, number = int(token_ids[row]), params.num_logprobs
+                logprobs[row] = log_probabilities(raw, raw_top, token_id, number, work_row)
     return Sampled(token_ids, is_finite, has_choice, logprobs)
 
 
 def uniform(seed: int, step: int) -> float:
-    """A number in [0, 1) fixed by `seed` and `step`.
+    """A number in [0, 1) fixed by `seed` and `step`: the first of numpy's
+    `Generator(Philox(key=seed, counter=step))`.
 
     Philox is a counter-based generator (Salmon et al., "Parallel random numbers: as easy as
     1, 2, 3", 2011): any element of a seed's stream is had without drawing those before it.
     """
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=step)).random())
+    return _streams.number(seed, step)
+
+
+class _Streams(threading.local):
+    """One generator per thread: to make one takes numpy ten times as long as to set its state."""
+
+    def __init__(self) -> None:
+        self._philox = np.random.Philox(key=0)
+        self._generator = np.random.Generator(self._philox)
+        self._state: Any = self._philox.state  # with an empty buffer
+
+    def number(self, seed: int, step: int) -> float:
+        self._state["state"]["key"][:] = (seed, 0)
+        self._state["state"]["counter"][:] = (step, 0, 0, 0)
+        self._philox.state = self._state
+        return float(self._generator.random())
+
+
+_streams = _Streams()

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from .control import ControlTokens, is_control
 from .errors import UnservableModel
 from .folder import CONFIG_FILE, GENAI_FILE, read_json
-from .plain import PlainEncoder
+from .plain import PlainEncoder, control_finder
 
 _NONE: Mapping[int, bytes] = MappingProxyType({})
 _SENTINEL = "answer-of-the-assistant"
@@ -38,7 +38,9 @@ class TextCodec:
         added = self._control_parser.get_added_tokens_decoder()
         self._added = {i: t for i, t in added.items() if is_control(t.content, t.special)}
         self.control = ControlTokens({i: token.content for i, token in self._added.items()})
-        self._plain = PlainEncoder(self._control_parser)
+        fields = json.loads(self._control_parser.to_str())
+        self._control_finder = control_finder(fields)
+        self._plain = PlainEncoder(fields)
         self._token_bytes = token_bytes(self._control_parser)
         self._names: dict[int, bytes] = {
             i: t.content.encode() for i, t in added.items() if t.special
@@ -99,7 +101,7 @@ class TextCodec:
 
     def _controls(self, text: str) -> list[tuple[int, int, int]]:
         """Id, start and end of each; the blanks that a token takes with it belong to it."""
-        [encoding] = self._control_parser.encode_batch([text], add_special_tokens=False)
+        [encoding] = self._control_finder.encode_batch([text], add_special_tokens=False)
         return [
             (id_, start, end)
             for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)

@@ -199,6 +199,27 @@ def test_control_token_is_plain_where_the_template_looks_into_content() -> None:
     assert controls(of, turns("<b><|im_start|>the<|im_end|>")) == controls(of, turns("<b>"))
 
 
+@pytest.mark.parametrize("blank", ["", " \n"])
+def test_halves_do_not_join_where_the_template_looks_into_content(blank: str) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['content'].startswith('<b') %}tagged {% endif %}"
+        "{{ m['content'] | trim }}{% endfor %}<|im_end|>"
+    )
+    of = Chat(tokenizer)
+    messages = turns("<b><|im_" + blank, "start|>", "x")
+    assert of.template.render(messages).text == "tagged <b><|im_start|>x<|im_end|>"
+    assert controls(of, messages) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
+def test_control_token_of_letters_is_plain_text() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["PAD"]})
+    of = Chat(tokenizer)
+    assert controls(of, turns("a PAD", "PA", "D")) == controls(of, turns("a", "b", "c"))
+    assert_as_transformers(of, turns("Put A Pot"))
+
+
 def test_content_cannot_make_the_template_write_more_control_tokens() -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = (

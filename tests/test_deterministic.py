@@ -161,6 +161,7 @@ def test_default_model_says_the_same_alone_and_beside_1_to_15_others() -> None:
     check_alone_and_in_company(engine, KINDS["seeded"])
 
 
+@pytest.mark.slow
 def test_script_reports_divergence_and_speed(tiny_llama: TinyModel, tmp_path: Path) -> None:
     file = tmp_path / "divergence.json"
     sizes = ["--probes", "2", "--tokens", "4", "--alone", "2", "--speed-steps", "2"]
