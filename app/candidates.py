@@ -90,7 +90,7 @@ def largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
         bound = np.partition(maxima, -k)[-k]
     else:
         bound = np.partition(values, -k)[-k] if k < len(values) else -np.inf
-    indices = (values >= bound).nonzero()[0]
+    indices: NDArray[np.int64] = (values >= bound).nonzero()[0]
     order = (-values[indices]).argsort(kind="stable")
     return indices[order[:k]]
 
