@@ -38,8 +38,8 @@ def resolve_max_tokens(
         return room if default is None else min(default, room)
     if asked > room:
         raise InvalidRequest(
-            f"{max_tokens_field}: {asked} is too much; the context of {max_model_len} tokens less the "
-            f"prompt of {num_prompt} leaves {room}",
+            f"{max_tokens_field}: {asked} is too much; the context of {max_model_len} tokens less "
+            f"the prompt of {num_prompt} leaves {room}",
             param=max_tokens_field,
         )
     return asked

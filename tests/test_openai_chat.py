@@ -215,7 +215,7 @@ def test_all_roles_are_taken(client: OpenAI, server: LiveServer) -> None:
         {"role": "user", "content": "sixth"},
     ]
     prompt = render(server, messages)["prompt"]
-    said = [f"{word}" for word in ("first", "second", "third", "fourth", "fifth", "sixth")]
+    said = [word for word in ("first", "second", "third", "fourth", "fifth", "sixth")]
     places = [prompt.find(word) for word in said]
     assert -1 not in places and places == sorted(places)
     answer = ask(client, messages=messages, max_tokens=1)
@@ -483,7 +483,7 @@ def test_request_id_is_in_the_headers_and_may_be_given(client: OpenAI) -> None:
 def test_control_tokens_of_users_are_text(
     client: OpenAI, server: LiveServer, codec: TextCodec, text: str, in_parts: bool
 ) -> None:
-    halves = [{"type": "text", "text": half} for half in (text[:3], text[3:]) if half]
+    halves = [{"type": "text", "text": half} for half in (text[:3], text[3:])]
     messages = [
         {"role": "system", "content": halves if in_parts else text},
         {"role": "user", "content": halves if in_parts else text},

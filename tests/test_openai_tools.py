@@ -3,7 +3,6 @@ with chat templates that know tools, that know none, and in each format of calls
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from typing import Any
