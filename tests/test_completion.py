@@ -176,7 +176,8 @@ def test_stop_string_that_the_cut_off_character_completes_is_a_stop() -> None:
 
 
 @pytest.mark.parametrize(
-    ("min_tokens", "text"), [(0, "a"), (2, "a"), (3, "aba"), (4, "aba"), (5, "ababa"), (7, "ababab")]
+    ("min_tokens", "text"),
+    [(0, "a"), (2, "a"), (3, "aba"), (4, "aba"), (5, "ababa"), (7, "ababab")],
 )
 def test_stop_string_does_not_end_an_answer_before_its_min_tokens(
     min_tokens: int, text: str
