@@ -90,7 +90,7 @@ def test_stream_ends_at_its_deadline_with_the_reason(
     make: Made, go_on: threading.Event, path: str
 ) -> None:
     service = make(3)
-    body = {"prompt": "a", "timeout_ms": 35, "stream": True}
+    body = {"prompt": "a", "timeout_ms": 35, "temperature": 0, "stream": True}
     response = create_app(service).test_client().post(path, json=body)
     assert response.status_code == 200
     told = response.data.replace(b"data: [DONE]\n\n", b"")
