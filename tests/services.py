@@ -26,7 +26,6 @@ SETTINGS = Settings(
 )
 CONTEXT = 64
 CODEC = TextCodec(byte_level_tokenizer(), frozenset())
-CREATED_AT = 1_700_000_000
 
 S = TypeVar("S", bound=Service)
 
