@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import gevent
 import httpx2
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ from app.text import TextCodec
 
 from .engines import TokenCache, loaded_model
 from .live import LiveServer
-from .test_api import SETTINGS
+from .services import SETTINGS, running
 from .tiny_chats import chat
 
 MODEL = "told"
@@ -105,16 +104,9 @@ class Told:
 def told(name: str) -> Iterator[Told]:
     """With the chat template of that name; ready inside, ended behind."""
     tokenizer = chat(name).tokenizer
-    service = ToldService(TextCodec(tokenizer, frozenset({tokenizer.eos_token_id})))
-    service.bridge.start()
-    with gevent.Timeout(20):
-        while not service.bridge.is_ready:
-            gevent.sleep(0.001)
-    try:
+    codec = TextCodec(tokenizer, frozenset({tokenizer.eos_token_id}))
+    with running(ToldService(codec)) as service:
         yield Told(service)
-    finally:
-        service.bridge.request_stop()
-        assert service.bridge.ended.wait(20)
 
 
 def failing_at(step: int) -> Callable[[StepPlan], None]:
