@@ -42,6 +42,7 @@ _LIMITS = {
 # Rules written by hand can be ambiguous, and then a step's time grows with the square of its items.
 _LARK_LIMITS = _LIMITS | {"step_max_items": 4000, "max_items_in_row": 300}
 
+_TAG = re.compile(r"<[!-~]+>$")
 _BYTE_DECODER = {
     "type": "Sequence",
     "decoders": [
@@ -223,10 +224,19 @@ class MaskWorker:
 
 
 def _tokenizer_json(tokenizer: Tokenizer) -> str:
-    """llguidance infers from the decoder how tokens stand for bytes, and knows no Metaspace."""
+    """llguidance infers from the decoder how tokens stand for bytes, and knows no Metaspace. It
+    takes every added token in angle brackets for a special one, which no text can hold; those that
+    are not (`<tool_call>` in Qwen's tokenizers) it knows as text if the vocabulary has them."""
     description = json.loads(tokenizer.to_str())
     if (description["decoder"] or {}).get("type") == "Metaspace":
         description["decoder"] = _BYTE_DECODER
+    vocabulary, added = description["model"]["vocab"], description["added_tokens"]
+    if isinstance(vocabulary, dict):
+        # All of them: what is added and not in the vocabulary is numbered anew.
+        vocabulary |= {token["content"]: token["id"] for token in added}
+        description["added_tokens"] = [
+            token for token in added if token["special"] or not _TAG.match(token["content"])
+        ]
     return json.dumps(description)
 
 

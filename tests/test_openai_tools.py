@@ -38,7 +38,7 @@ SAID = {
     "chatml": f"<tool_call>\n{WEATHER}\n</tool_call>",
     "phi3-first": f"<tool_call>\n{WEATHER}\n</tool_call>",
     "phi4": f"<|tool_call|>[{WEATHER}]<|/tool_call|>",
-    "mistral": f"[TOOL_CALLS] [{WEATHER}]",
+    "mistral": f"[TOOL_CALLS][{WEATHER}]",
     "llama31": WEATHER.replace("arguments", "parameters"),
 }
 
