@@ -10,6 +10,7 @@ from flask import Flask, Response, g, request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
+from .docs_page import docs_routes
 from .errors import NotReady, PayloadTooLarge, ServeError, UnreadableBody, error_body
 from .generate_api import generate_routes
 from .http import begin_request, json_response
@@ -24,6 +25,7 @@ def create_app(service: Service) -> Flask:
     app.before_request(begin_request)
     app.register_blueprint(generate_routes(service))
     app.register_blueprint(openai_routes(service))
+    app.register_blueprint(docs_routes())
 
     @app.get("/health/live")
     def live() -> Response:

@@ -26,6 +26,7 @@ class Settings:
     port: int
     device: str
     strict_precision: bool
+    deterministic: bool
     threads: int
     max_batch_size: int
     max_model_len: int
@@ -116,6 +117,16 @@ OPTIONS: list[click.Parameter] = [
         "--strict-precision",
         "strict_precision",
         "Refuse a graph whose precision does not suit the device, instead of warning.",
+        type=click.BOOL,
+        is_flag=False,
+        flag_value="true",
+        default=False,
+    ),
+    _option(
+        "--deterministic",
+        "deterministic",
+        "Answers that do not change with what else runs: each row decodes in a run of its own, so "
+        "more rows bring no more tokens/s.",
         type=click.BOOL,
         is_flag=False,
         flag_value="true",

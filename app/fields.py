@@ -8,11 +8,14 @@ Unknown fields are refused, types are not converted.
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from .sequence import SamplingParams
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -51,6 +54,15 @@ class JsonObjectFormat(Strict):
 class JsonSchemaFormat(Strict):
     type: Literal["json_schema"]
     json_schema: JsonSchema
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The form that an answer must have; `field` asks for it, and messages name it."""
+
+    field: str
+    kind: Literal["json_schema", "regex", "lark"]
+    source: Any  # a JSON schema, a regular expression, or a grammar
 
 
 ResponseFormat = Annotated[
@@ -150,6 +162,17 @@ class SamplingFields(Strict):
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def structure(self) -> Structure | None:
+        """What `response_format` asks for; None is any text."""
+        wanted = self.response_format
+        if isinstance(wanted, JsonObjectFormat):
+            return Structure("response_format", "json_schema", _ANY_OBJECT)
+        if isinstance(wanted, JsonSchemaFormat):
+            schema = wanted.json_schema.schema_
+            source = _ANY_OBJECT if schema is None else schema
+            return Structure("response_format", "json_schema", source)
+        return None
 
     def default_temperature(self) -> float:
         return 1.0

@@ -63,4 +63,5 @@ def _ask(service: Service, asked: GenerateRequest) -> Ask:
         max_tokens=asked.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         deadline_at=read_deadline(asked.timeout_ms, service.settings),
+        structure=asked.structure(),
     )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, model_validator
 
-from .fields import MAX_LOGPROBS, SamplingFields, Strict, TokenId
+from .fields import MAX_LOGPROBS, SamplingFields, Strict, Structure, TokenId
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -53,6 +51,13 @@ class GenerateRequest(SamplingFields):
             raise ValueError(f"{given[1]}: cannot be given together with {given[0]}")
         return self
 
+    def structure(self) -> Structure | None:
+        if self.regex is not None:
+            return Structure("regex", "regex", self.regex)
+        if self.grammar is not None:
+            return Structure("grammar", "lark", self.grammar)
+        return super().structure()
+
     def default_temperature(self) -> float:
         sampled = (self.seed, self.top_p, self.top_k, self.min_p)
         return 1.0 if any(value is not None for value in sampled) else 0.0
@@ -75,6 +80,3 @@ class DetokenizeRequest(Strict):
     """The body of `POST /detokenize`."""
 
     tokens: list[TokenId] = Field(description="a list of token ids of the model's vocabulary")
-
-
-Json = dict[str, Any]

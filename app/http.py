@@ -30,7 +30,7 @@ _SSE_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would hold the stream back
 }
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
 
 
 def begin_request() -> None:
@@ -43,7 +43,7 @@ def begin_request() -> None:
     given = request.headers.get("X-Request-Id")
     if given is None:
         return
-    if not _REQUEST_ID.fullmatch(given):
+    if not REQUEST_ID.fullmatch(given):
         raise InvalidRequest(
             "X-Request-Id: it must be 1 to 128 letters, digits and . _ ~ : / + = @ -",
             param="X-Request-Id",

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 _DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
+# Of one request, some 100 bytes each in its answer: 8,192 tokens with 20 beside each fit.
+MAX_LOGPROB_ENTRIES = 200_000
+
 
 def resolve_max_tokens(
     asked: int | None, default: int | None, num_prompt: int, max_model_len: int
@@ -41,6 +44,20 @@ def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
             f"min_tokens: {min_tokens} is more than the {max_tokens} tokens that the answer may "
             "have",
             param="min_tokens",
+        )
+
+
+def check_logprobs(num_choices: int, max_tokens: int, num_logprobs: int | None) -> None:
+    """An answer's log-probabilities are kept until it is whole: raises InvalidRequest if they could
+    fill the memory."""
+    if num_logprobs is None:
+        return
+    most = num_choices * max_tokens * (num_logprobs + 1)
+    if most > MAX_LOGPROB_ENTRIES:
+        raise InvalidRequest(
+            f"logprobs: {num_logprobs} beside each of {max_tokens} tokens in {num_choices} answers "
+            f"are {most} log-probabilities, and one request may have {MAX_LOGPROB_ENTRIES}",
+            param="logprobs",
         )
 
 

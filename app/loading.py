@@ -10,6 +10,7 @@ import importlib.metadata
 from dataclasses import dataclass
 from typing import Any
 
+from .chat import ChatTemplate
 from .config import Settings
 from .engine import Engine, Observer
 from .errors import UnservableModel, WrongSetting
@@ -36,6 +37,7 @@ class LoadedModel:
     vocab_size: int  # of the logits: often more than the tokenizer has
     created_at: int  # seconds since 1970
     info: dict[str, Any]
+    chat: ChatTemplate
 
 
 def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, LoadedModel]:
@@ -45,26 +47,30 @@ def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, 
     probe = read_record(folder).probe
     codec = TextCodec.load(folder)
     model = OnnxModel.load(folder, settings.device, num_threads, graph)
+    model.deterministic = settings.deterministic
     _check_fit(model, codec, settings)
     if probe is not None:
         _run_probe(probe, model)
     cache = _make_cache(model, settings)
     scheduler = Scheduler(cache.num_rows, cache.max_len, settings.prefill_chunk, codec.eos_ids)
+    chat = ChatTemplate(codec)
     info = model.describe(folder) | {
         "requested_device": settings.device,
         "probe": "none" if probe is None else "passed",
         "threads": num_threads,
+        "deterministic": model.deterministic,
         "max_batch_size": cache.num_rows,
         "max_model_len": cache.max_len,
         "prefill_chunk": settings.prefill_chunk,
         "eos_token_ids": sorted(codec.eos_ids),
+        **chat.describe(),
         "kv_cache_bytes": cache.num_rows * cache.max_len * model.spec.kv.bytes_per_token,
         "versions": _versions(),
     }
     engine = Engine(model, cache, scheduler, observer)
     created_at = int(model.graph.path.stat().st_mtime)
     loaded = LoadedModel(
-        info["model"], codec, cache.max_len, model.spec.vocab_size, created_at, info
+        info["model"], codec, cache.max_len, model.spec.vocab_size, created_at, info, chat
     )
     return engine, loaded
 

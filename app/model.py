@@ -45,7 +45,12 @@ class GraphSpec:
 
 
 class OnnxModel:
-    """A decoder graph on one device. Use from one thread."""
+    """A decoder graph on one device. Use from one thread.
+
+    `deterministic`: each decoding row has a run of its own, with a mask as wide as the row is long.
+    A kernel may add numbers in another order when shapes change (rows, width), and that changes the
+    last bits; so every shape depends on the row's own request. A prefill is alone in any case.
+    """
 
     def __init__(self, session: ort.InferenceSession, graph: Graph, context_length: int) -> None:
         self.graph = graph
@@ -57,6 +62,7 @@ class OnnxModel:
         self.mismatch = find_mismatch(
             self.device, graph.form, self.spec.kv.dtype, self.spec.logits_dtype
         )
+        self.deterministic = False
         self._form = _FORMS[graph.form](session, graph, self.device)
         self._bound_cache: KVCache | None = None
         self._logits = torch.empty(0)
@@ -139,7 +145,10 @@ class OnnxModel:
         if num_decode:
             ids = np.array([[s.last_token] for s in plan.decode], np.int64)  # (rows, 1)
             lengths = np.array([s.num_cached for s in plan.decode], np.int64)
-            self._form.run(cache, Run(0, ids, lengths, self._logits[:num_decode]))
+            rows_per_run = 1 if self.deterministic else num_decode
+            for first in range(0, num_decode, rows_per_run):
+                rows = slice(first, first + rows_per_run)
+                self._form.run(cache, Run(first, ids[rows], lengths[rows], self._logits[rows]))
         return self._logits[: len(plan.sampled)].float().numpy(force=True)
 
     def _size_logits(self, cache: KVCache) -> None:

@@ -5,12 +5,21 @@ from __future__ import annotations
 from flask import Blueprint, Response, g
 
 from .errors import InvalidRequest, ModelNotFound
-from .fields import MAX_CHOICES
+from .fields import MAX_CHOICES, Structure
 from .http import json_response, read_deadline, read_request, send_stream, send_whole
 from .limits import check_ids
-from .openai_replies import CompletionReply, Reply
-from .openai_requests import CompletionRequest, OpenAIFields
+from .openai_replies import ChatReply, CompletionReply, Reply
+from .openai_requests import (
+    ChatRequest,
+    ChosenTool,
+    CompletionRequest,
+    OpenAIFields,
+    RenderRequest,
+)
 from .service import Ask, Service
+from .tool_calls import ToolParser
+from .tool_grammar import tool_grammar
+from .tools import ToolUse, parse_tool_use
 
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 
@@ -24,6 +33,30 @@ def openai_routes(service: Service) -> Blueprint:
         _check_model(service, asked.model)
         answer = service.submit(asked, _ask_completion(service, asked))
         return _send(asked, CompletionReply(answer, service.model.codec, _name(service, asked)))
+
+    @routes.post("/chat/completions")
+    def chat_completions() -> Response:
+        asked = read_request(ChatRequest, service.settings)
+        _check_model(service, asked.model)
+        use = _tool_use(asked)
+        answer = service.submit(asked, _ask_chat(service, asked, use))
+        parsers = [_tool_parser(service, use) for _ in answer.completions] if use else None
+        codec, name = service.model.codec, _name(service, asked)
+        return _send(asked, ChatReply(answer, codec, name, parsers))
+
+    @routes.post("/chat/render")
+    def chat_render() -> Response:
+        asked = read_request(RenderRequest, service.settings)
+        use = parse_tool_use(asked.template_tools)
+        rendered = service.render(asked.template_messages, use)
+        return json_response(
+            {
+                "prompt": rendered.text,
+                "tokens": rendered.token_ids,
+                "count": len(rendered.token_ids),
+                "max_model_len": service.model.max_model_len,
+            }
+        )
 
     @routes.get("/models")
     def models() -> Response:
@@ -66,7 +99,47 @@ def _ask_completion(service: Service, asked: CompletionRequest) -> Ask:
         max_tokens=asked.max_tokens,
         default_max_tokens=_COMPLETION_MAX_TOKENS,
         deadline_at=read_deadline(asked.timeout_ms, service.settings),
+        structure=asked.structure(),
     )
+
+
+def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
+    rendered = service.render(asked.template_messages, use)
+    structure = asked.structure()
+    marker_ids = service.model.chat.marker_ids if use else {}
+    if use is not None:
+        if structure is not None:
+            raise InvalidRequest(
+                "response_format: cannot be given together with tools that may be called; "
+                'tool_choice "none" leaves them out',
+                param="response_format",
+            )
+        assert service.model.chat.tool_format is not None  # `render` has refused otherwise
+        grammar = tool_grammar(use, service.model.chat.tool_format, marker_ids)
+        structure = Structure("tools", "lark", grammar) if grammar is not None else None
+    return Ask(
+        g.request_id,
+        g.arrived_at,
+        [rendered.token_ids],
+        num_logprobs=asked.num_logprobs,
+        max_tokens=asked.max_tokens or asked.max_completion_tokens,
+        deadline_at=read_deadline(asked.timeout_ms, service.settings),
+        structure=structure,
+        visible_ids=frozenset(marker_ids.values()),
+    )
+
+
+def _tool_use(asked: ChatRequest) -> ToolUse | None:
+    choice = asked.tool_choice
+    named = choice.model_dump() if isinstance(choice, ChosenTool) else choice
+    return parse_tool_use(asked.template_tools, named, asked.parallel_tool_calls)
+
+
+def _tool_parser(service: Service, use: ToolUse) -> ToolParser:
+    format_ = service.model.chat.tool_format
+    assert format_ is not None
+    names = {tool.name for tool in use.callable}
+    return ToolParser(format_, names, None if use.is_parallel else 1)
 
 
 def _check_model(service: Service, name: str | None) -> None:

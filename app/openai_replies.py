@@ -9,13 +9,16 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .replies import event, logprobs, timings, usage
+import orjson
+
+from .replies import event, logprobs, timings, token_object, usage
 from .sequence import FinishReason
 
 if TYPE_CHECKING:
-    from .completion import Answer, Delta
+    from .completion import Answer, Delta, Token
     from .replies import Indexed
     from .text import TextCodec
     from .tool_calls import ToolCall, ToolParser
@@ -40,11 +43,14 @@ class Reply(ABC):
         }
 
     def whole(self, deltas: Iterable[Indexed]) -> dict[str, Any]:
-        """The whole answer as one object."""
-        taken: list[list[Delta]] = [[] for _ in self.answer.completions]
+        """The whole answer as one object: its chunks, joined."""
+        taken: list[list[dict[str, Any]]] = [[] for _ in self.answer.completions]
         for index, delta in deltas:
-            taken[index].append(delta)
-        choices = [{"index": index} | self._choice(index, each) for index, each in enumerate(taken)]
+            taken[index].append(self._chunk(index, delta))
+        choices = [
+            {"index": index, "finish_reason": chunks[-1]["finish_reason"]} | self._join(chunks)
+            for index, chunks in enumerate(taken)
+        ]
         head = self._head | {"object": self.object}
         return head | {"choices": choices, "usage": usage(self.answer)} | self._tail()
 
@@ -67,12 +73,12 @@ class Reply(ABC):
         yield DONE
 
     @abstractmethod
-    def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
-        """A choice of the whole answer, from all of its deltas."""
-
-    @abstractmethod
     def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
         """A choice of a chunk."""
+
+    @abstractmethod
+    def _join(self, chunks: list[dict[str, Any]]) -> dict[str, Any]:
+        """A choice of the whole answer, from those of its chunks."""
 
     def _opening(self) -> Iterator[dict[str, Any]]:
         """What a stream sends of each choice before its first delta."""
@@ -80,12 +86,6 @@ class Reply(ABC):
 
     def _tail(self) -> dict[str, Any]:
         return {"timings": timings(self.answer), "request_id": self.answer.request_id}
-
-    def _entries(self, deltas: list[Delta]) -> list[dict[str, Any]] | None:
-        """The log-probabilities of their tokens, if they were asked for."""
-        if not self.answer.has_logprobs:
-            return None
-        return logprobs((token for delta in deltas for token in delta.tokens), self._codec)
 
 
 class CompletionReply(Reply):
@@ -99,30 +99,38 @@ class CompletionReply(Reply):
         super().__init__(answer, codec, model)
         self._offsets = [0] * len(answer.completions)  # characters of the tokens told so far
 
-    def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
+    def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
         return {
-            "text": "".join(delta.text for delta in deltas),
-            "logprobs": self._lists(index, self._entries(deltas)),
-            "finish_reason": deltas[-1].finish_reason,
+            "text": delta.text,
+            "logprobs": self._lists(index, delta) if self.answer.has_logprobs else None,
+            "finish_reason": delta.finish_reason,
         }
 
-    def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
-        return self._choice(index, [delta])
-
-    def _lists(self, index: int, entries: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    def _lists(self, index: int, delta: Delta) -> dict[str, Any]:
         """The older form of log-probabilities: four lists beside each other."""
-        if entries is None:
-            return None
-        offsets = []
-        for entry in entries:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(entry["token"])
-        tops = [entry["top_logprobs"] for entry in entries]
+        chosen = [
+            token_object(token.id, token.logprobs.logprob, self._codec) for token in delta.tokens
+        ]
+        names = [each["token"] for each in chosen]
+        ends = [*accumulate(map(len, names), initial=self._offsets[index])]
+        self._offsets[index] = ends.pop()
         return {
-            "tokens": [entry["token"] for entry in entries],
-            "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [{each["token"]: each["logprob"] for each in top} for top in tops],
-            "text_offset": offsets,
+            "tokens": names,
+            "token_logprobs": [each["logprob"] for each in chosen],
+            "top_logprobs": [self._top(token) for token in delta.tokens],
+            "text_offset": ends,
+        }
+
+    def _top(self, token: Token) -> orjson.Fragment:
+        """With the chosen token, as OpenAI does: there may be one more than was asked for."""
+        pairs = [*token.logprobs.top, (token.id, token.logprobs.logprob)]
+        objects = [token_object(id_, logprob, self._codec) for id_, logprob in pairs]
+        return orjson.Fragment(orjson.dumps({each["token"]: each["logprob"] for each in objects}))
+
+    def _join(self, chunks: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "text": "".join(chunk["text"] for chunk in chunks),
+            "logprobs": _join_lists([chunk["logprobs"] for chunk in chunks]),
         }
 
 
@@ -145,19 +153,6 @@ class ChatReply(Reply):
         opening = {"role": "assistant", "content": "", "refusal": None}
         yield {"delta": opening, "logprobs": None, "finish_reason": None}
 
-    def _choice(self, index: int, deltas: list[Delta]) -> dict[str, Any]:
-        parsed = [self._parse(index, delta) for delta in deltas]
-        content = "".join(text for text, _ in parsed)
-        calls = [_call(call) for _, found in parsed for call in found]
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if calls:
-            message |= {"content": content or None, "tool_calls": calls}
-        return {
-            "message": message,
-            "logprobs": self._logprobs(deltas),
-            "finish_reason": self._reason(index, deltas[-1]),
-        }
-
     def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
         first = self._num_calls[index]
         content, calls = self._parse(index, delta)
@@ -168,9 +163,20 @@ class ChatReply(Reply):
             ]
         return {
             "delta": fields,
-            "logprobs": self._logprobs([delta]),
+            "logprobs": self._logprobs(delta),
             "finish_reason": self._reason(index, delta),
         }
+
+    def _join(self, chunks: list[dict[str, Any]]) -> dict[str, Any]:
+        deltas = [chunk["delta"] for chunk in chunks]
+        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        content = "".join(delta.get("content", "") for delta in deltas)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            whole = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+            message |= {"content": content or None, "tool_calls": whole}
+        logprobs = _join_lists([chunk["logprobs"] for chunk in chunks])
+        return {"message": message, "logprobs": logprobs}
 
     def _parse(self, index: int, delta: Delta) -> tuple[str, list[ToolCall]]:
         """Text to show and complete calls."""
@@ -190,9 +196,22 @@ class ChatReply(Reply):
             return "tool_calls"
         return last.finish_reason
 
-    def _logprobs(self, deltas: list[Delta]) -> dict[str, Any] | None:
-        entries = self._entries(deltas)
-        return None if entries is None else {"content": entries, "refusal": None}
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if not self.answer.has_logprobs:
+            return None
+        return {"content": logprobs(delta.tokens, self._codec), "refusal": None}
+
+
+def _join_lists(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Log-probabilities of all chunks, list by list."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    first = known[0]
+    return {
+        name: None if first[name] is None else [*chain.from_iterable(p[name] for p in known)]
+        for name in first
+    }
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -52,16 +52,22 @@ def timings(answer: Answer) -> dict[str, float | None]:
     }
 
 
-def logprobs(tokens: Iterable[Token], codec: TextCodec) -> list[dict[str, Any]]:
-    """OpenAI's list of tokens, each with the likeliest in its place."""
-    return [
-        _token(token.id, token.logprobs.logprob, codec)
-        | {"top_logprobs": [_token(id_, logprob, codec) for id_, logprob in token.logprobs.top]}
-        for token in tokens
-    ]
+def logprobs(tokens: Iterable[Token], codec: TextCodec) -> list[orjson.Fragment]:
+    """OpenAI's list of tokens, each with the likeliest in its place.
+
+    As JSON already: an answer's worth of objects would take ten times the memory, and its turn to
+    be written would stall the hub.
+    """
+    return [orjson.Fragment(orjson.dumps(_entry(token, codec))) for token in tokens]
 
 
-def _token(id_: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
+def _entry(token: Token, codec: TextCodec) -> dict[str, Any]:
+    top = [token_object(id_, logprob, codec) for id_, logprob in token.logprobs.top]
+    return token_object(token.id, token.logprobs.logprob, codec) | {"top_logprobs": top}
+
+
+def token_object(id_: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
+    """A token, as OpenAI's log-probabilities show it, and its id."""
     spelled = codec.spell(id_)
     return {
         "id": id_,

@@ -3,6 +3,7 @@ number of tokens so far, never on its neighbours."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .sequence import SamplingParams, Sequence, TokenLogprobs
+from .candidates import draw_token
+from .edits import edit
+from .logprobs import log_probabilities
+from .sequence import Sequence, TokenLogprobs
 
 NO_MASKS: Mapping[int, NDArray[np.uint32]] = MappingProxyType({})
-
-# A nucleus nearly always lies within this many tokens; only else is the vocabulary sorted.
-_NUCLEUS_HEAD = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,66 +37,69 @@ def sample(
 ) -> Sampled:
     """Chooses the next token of each row of `logits`, shape (rows, vocab).
 
+    The order is vLLM's (v1/sample/sampler.py): log-probabilities of the raw logits; what is
+    forbidden, bias and penalties (`edits`); at temperature 0 then the largest, of ties the lowest
+    id; else temperature, min-p, top-k, top-p, and a draw (`candidates`).
+
     `masks` holds of some rows a bit per token, the lowest of each word first: 1 if the row's
     grammar permits it.
 
-    A row with a NaN or +inf, or of -inf only, is marked not finite and its token is meaningless;
-    the other rows are not affected.
+    A row with a NaN or +inf, or of -inf only, is marked not finite, one whose request leaves no
+    token as without a choice; the token of such a row is meaningless. The other rows are not
+    affected. Only rows that ask for more than the largest logit cost more than finding it.
     """
     token_ids = logits.argmax(axis=1)
     # argmax finds a NaN before any number, so the maximum tells for the whole row.
-    is_finite = np.isfinite(logits[np.arange(len(sequences)), token_ids])
-    for row, sequence in enumerate(sequences):
-        if sequence.params.temperature > 0 and is_finite[row]:
-            draw = uniform(sequence.params.seed, step=len(sequence.output_ids))
-            token_ids[row] = _draw(logits[row], sequence.params, draw)
-    return Sampled(token_ids, is_finite, np.ones(len(sequences), np.bool_), {})
+    tops = logits[np.arange(len(sequences)), token_ids]
+    is_finite = np.isfinite(tops)
+    has_choice = np.ones(len(sequences), np.bool_)
+    logprobs: dict[int, TokenLogprobs] = {}
+    # One row each, for all rows: fresh memory costs as much as what is done with it.
+    edited_row, work_row = np.empty((2, logits.shape[1]), np.float32)
+    # Overflows are meant: a tiny temperature sends all but the largest to -inf.
+    with np.errstate(over="ignore", under="ignore"):
+        for row in is_finite.nonzero()[0].tolist():
+            sequence, params = sequences[row], sequences[row].params
+            raw, raw_top = logits[row], float(tops[row])
+            edited, top = edit(raw, sequence, masks.get(row), edited_row), raw_top
+            if edited is not raw:
+                token_ids[row] = edited.argmax()
+                top = float(edited[token_ids[row]])
+                has_choice[row] = top > -np.inf
+            if not has_choice[row]:
+                continue
+            if params.temperature > 0:
+                draw = uniform(params.seed, step=len(sequence.output_ids))
+                token_ids[row] = draw_token(edited, top, params, draw, work_row)
+            if params.num_logprobs is not None:
+                token_id, number = int(token_ids[row]), params.num_logprobs
+                logprobs[row] = log_probabilities(raw, raw_top, token_id, number, work_row)
+    return Sampled(token_ids, is_finite, has_choice, logprobs)
 
 
 def uniform(seed: int, step: int) -> float:
-    """A number in [0, 1) fixed by `seed` and `step`.
+    """A number in [0, 1) fixed by `seed` and `step`: the first of numpy's
+    `Generator(Philox(key=seed, counter=step))`.
 
     Philox is a counter-based generator (Salmon et al., "Parallel random numbers: as easy as
     1, 2, 3", 2011): any element of a seed's stream is had without drawing those before it.
     """
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=step)).random())
+    return _streams.number(seed, step)
 
 
-def _draw(logits: NDArray[np.float32], params: SamplingParams, draw: float) -> int:
-    """Inverse-CDF choice among the candidates that top-k, then top-p leave."""
-    candidates = None if params.top_k == 0 else _largest(logits, params.top_k)  # None: all
-    scaled = logits.astype(np.float64) if candidates is None else logits[candidates].astype(float)
-    with np.errstate(over="ignore"):  # a tiny temperature sends all but the largest to -inf
-        weights = np.exp((scaled - scaled.max()) / params.temperature)
-    if params.top_p < 1.0:
-        nucleus = _nucleus(weights, params.top_p)
-        candidates = nucleus if candidates is None else candidates[nucleus]
-        weights = weights[nucleus]
-    cumulative = weights.cumsum()
-    chosen = np.searchsorted(cumulative, draw * cumulative[-1], side="right")
-    return int(chosen if candidates is None else candidates[chosen])
+class _Streams(threading.local):
+    """One generator per thread: to make one takes numpy ten times as long as to set its state."""
+
+    def __init__(self) -> None:
+        self._philox = np.random.Philox(key=0)
+        self._generator = np.random.Generator(self._philox)
+        self._state: Any = self._philox.state  # with an empty buffer
+
+    def number(self, seed: int, step: int) -> float:
+        self._state["state"]["key"][:] = (seed, 0)
+        self._state["state"]["counter"][:] = (step, 0, 0, 0)
+        self._philox.state = self._state
+        return float(self._generator.random())
 
 
-def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
-    """Indices of the smallest set whose share of the mass reaches `top_p`, likeliest first.
-
-    Holtzman et al., "The curious case of neural text degeneration", 2019.
-    """
-    target = top_p * weights.sum()
-    head = _largest(weights, _NUCLEUS_HEAD)
-    if weights[head].sum() < target:
-        head = np.arange(len(weights))
-    # A stable sort by falling weight: ties go to the lower id, as argmax does.
-    order = head[np.argsort(-weights[head], kind="stable")]
-    num_kept = int(np.searchsorted(weights[order].cumsum(), target)) + 1
-    return order[:num_kept]
-
-
-def _largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
-    """The indices of the `k` largest values, in rising order; ties go to the lower index."""
-    if k >= len(values):
-        return np.arange(len(values))
-    threshold = np.partition(values, -k)[-k]
-    above = np.flatnonzero(values > threshold)
-    ties = np.flatnonzero(values == threshold)[: k - len(above)]
-    return np.sort(np.concatenate([above, ties]))
+_streams = _Streams()

@@ -95,6 +95,7 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     num_cached: int = 0
     runs: list[int] = field(default_factory=list)  # of `repetition`, if it is guarded
+    sampler_state: object = None  # of `edits`, which keeps it from step to step
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
@@ -18,14 +18,22 @@ from .bridge import Bridge, State
 from .completion import Answer, Completion
 from .config import Settings
 from .errors import NotReady
-from .limits import check_min_tokens, check_token_ids, resolve_max_tokens
+from .limits import (
+    check_logprobs,
+    check_min_tokens,
+    check_structure,
+    check_token_ids,
+    resolve_max_tokens,
+)
 from .metrics import Metrics
 from .sequence import Constraint, Sequence
 
 if TYPE_CHECKING:
+    from .chat import Rendered
     from .engine import Engine
-    from .fields import SamplingFields
+    from .fields import SamplingFields, Structure
     from .loading import LoadedModel
+    from .tools import ToolUse
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +56,7 @@ class Ask:
     max_tokens: int | None = None  # if the request gives it
     default_max_tokens: int | None = None  # None: what the context leaves
     deadline_at: float | None = None
-    constrain: Callable[[], Constraint] | None = None
+    structure: Structure | None = None
     visible_ids: frozenset[int] = field(default_factory=frozenset)  # control tokens to be shown
 
 
@@ -92,10 +100,11 @@ class Service:
         """
         codec = self.model.codec
         check_token_ids(fields, self.model.vocab_size)
+        constrain = self._compile(fields, ask.structure) if ask.structure else None
         sequences = [
             sequence
             for prompt_ids in ask.prompts
-            for sequence in self._choices(fields, ask, prompt_ids)
+            for sequence in self._choices(fields, ask, prompt_ids, constrain)
         ]
         streams, arrival = self.bridge.submit(sequences)
         completions = [
@@ -104,18 +113,37 @@ class Service:
         ]
         return Answer(ask.request_id, completions, arrival, ask.deadline_at)
 
-    def _choices(self, fields: SamplingFields, ask: Ask, prompt_ids: list[int]) -> list[Sequence]:
+    def render(self, messages: list[dict[str, Any]], use: ToolUse | None) -> Rendered:
+        """A conversation by the model's chat template. Raises InvalidRequest."""
+        tools = [tool.shown() for tool in use.tools] if use else None
+        # Templates are programs, and run several times: never on the hub.
+        return self.bridge.off_hub(self.model.chat.render, messages, tools)
+
+    def _compile(self, fields: SamplingFields, structure: Structure) -> Callable[[], Constraint]:
+        """Raises InvalidRequest for a grammar that cannot be compiled."""
+        check_structure(fields, structure.field)
+        compile_ = self.model.grammars.compile
+        return self.bridge.off_hub(compile_, structure.kind, structure.source, structure.field)
+
+    def _choices(
+        self,
+        fields: SamplingFields,
+        ask: Ask,
+        prompt_ids: list[int],
+        constrain: Callable[[], Constraint] | None,
+    ) -> list[Sequence]:
         max_tokens = resolve_max_tokens(
             ask.max_tokens, ask.default_max_tokens, len(prompt_ids), self.model.max_model_len
         )
         check_min_tokens(fields.min_tokens, max_tokens)
+        check_logprobs(len(ask.prompts) * fields.num_choices, max_tokens, ask.num_logprobs)
         params = fields.params(max_tokens, ask.num_logprobs)
         return [
             Sequence(
                 ask.request_id,
                 prompt_ids,
                 replace(params, seed=(params.seed + choice * _SEED_STRIDE) % 2**64),
-                constraint=ask.constrain() if ask.constrain else None,
+                constraint=constrain() if constrain else None,
                 arrived_at=ask.arrived_at,
             )
             for choice in range(fields.num_choices)

@@ -31,7 +31,7 @@ class StopMatcher:
         if found:
             self.is_stopped = True
             return text[: min(found)[1]]
-        cut = len(text) - max(_overlap(text, stop) for stop in self._stops)
+        cut = len(text) - max(overlap(text, stop) for stop in self._stops)
         self._held = text[cut:]
         return text[:cut]
 
@@ -41,7 +41,7 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """How many of the last characters of `text` are the first ones of `stop`, but not all."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

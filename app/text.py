@@ -8,16 +8,18 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from .control import ControlTokens, is_control
 from .errors import UnservableModel
 from .folder import CONFIG_FILE, GENAI_FILE, read_json
+from .plain import PlainEncoder, control_finder
 
 _NONE: Mapping[int, bytes] = MappingProxyType({})
 _SENTINEL = "answer-of-the-assistant"
@@ -28,16 +30,20 @@ class TextCodec:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, eos_ids: frozenset[int]) -> None:
         self.eos_ids = eos_ids
+        self._tokenizer = tokenizer
         self._control_parser: Tokenizer = tokenizer.backend_tokenizer
         # A tokenizer.json may ask for both; a prompt is refused when too long, never cut.
         self._control_parser.no_truncation()
         self._control_parser.no_padding()
-        self._plain: Tokenizer = Tokenizer.from_str(self._control_parser.to_str())
-        self._plain.encode_special_tokens = True
-        self._token_bytes = token_bytes(self._control_parser)
         added = self._control_parser.get_added_tokens_decoder()
-        self._control: dict[int, str] = {
-            id_: token.content for id_, token in added.items() if token.special
+        self._added = {i: t for i, t in added.items() if is_control(t.content, t.special)}
+        self.control = ControlTokens({i: token.content for i, token in self._added.items()})
+        fields = json.loads(self._control_parser.to_str())
+        self._control_finder = control_finder(fields)
+        self._plain = PlainEncoder(fields)
+        self._token_bytes = token_bytes(self._control_parser)
+        self._names: dict[int, bytes] = {
+            i: t.content.encode() for i, t in added.items() if t.special
         }
         self._added_blank = self._find_added_blanks()
 
@@ -69,16 +75,68 @@ class TextCodec:
         otherwise.
         """
         prefix = not parse_special if prefix is None else prefix
-        tokenizer = self._control_parser if parse_special else self._plain
-        # As a batch of one: for a batch the library releases the GIL.
-        [encoding] = tokenizer.encode_batch([text], add_special_tokens=prefix)
-        return list(encoding.ids)
+        if parse_special:
+            [encoding] = self._control_parser.encode_batch([text], add_special_tokens=prefix)
+            return list(encoding.ids)
+        return self._plain.encode(text) if prefix else self._plain.encode_part(text, None)
+
+    def encode_rendered(self, text: str, restore: Callable[[str], str]) -> list[int]:
+        """Token ids of a rendered conversation: control tokens where they stand in `text`, and
+        what lies between as plain text, after `restore`, which may bring further ones to light.
+
+        Where it brings none, these are the ids of `encode(text, parse_special=True)`.
+        """
+        ids: list[int] = []
+        last: AddedToken | None = None
+        at = 0
+        for id_, start, end in self._controls(text):
+            ids += self._plain.encode_part(restore(text[at:start]), last)
+            ids.append(id_)
+            last, at = self._added[id_], end
+        return ids + self._plain.encode_part(restore(text[at:]), last)
+
+    def control_ids(self, text: str) -> list[int]:
+        """The control tokens that stand in `text`, in order."""
+        return [id_ for id_, _, _ in self._controls(text)]
+
+    def _controls(self, text: str) -> list[tuple[int, int, int]]:
+        """Id, start and end of each; the blanks that a token takes with it belong to it."""
+        [encoding] = self._control_finder.encode_batch([text], add_special_tokens=False)
+        return [
+            (id_, start, end)
+            for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+            # A normalizer may make one out of other characters (NFKC): that is no control token.
+            if id_ in self._added and text[start:end].strip() == self._added[id_].content.strip()
+        ]
+
+    @property
+    def template(self) -> str | None:
+        """The chat template's source, all of it if there are several."""
+        source = self._tokenizer.chat_template
+        return "\n".join(source.values()) if isinstance(source, dict) else source
+
+    def apply_template(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> str:
+        """The conversation with the opening of the answer, by the sandboxed template.
+
+        Raises what the template raises.
+        """
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    def control_id(self, content: str) -> int | None:
+        """The id of a control token that is special (it is no text for the detokenizer)."""
+        found = (i for i, t in self._added.items() if t.content == content and t.special)
+        return next(found, None)
 
     def spell(self, token_id: int) -> bytes:
         """What a token stands for as a person reads it: control tokens by their names."""
-        if token_id in self._control:
-            return self._control[token_id].encode()
-        return self._token_bytes[token_id] if token_id < self.vocab_size else b""
+        known = self._token_bytes[token_id] if token_id < self.vocab_size else b""
+        return self._names.get(token_id, known)
 
     def decode(self, token_ids: list[int]) -> str:
         """The text that `encode` makes these ids of, control tokens written out.
@@ -91,7 +149,7 @@ class TextCodec:
         is_added = at_start
         for id_ in token_ids:
             piece = self.spell(id_)
-            if id_ in self._control:
+            if id_ in self._added:
                 is_added = behind_control
             elif piece:
                 if is_added:
@@ -105,10 +163,10 @@ class TextCodec:
 
         def is_blank(text: str) -> bool:
             ids = self._control_parser.encode(text, add_special_tokens=False).ids
-            first = next((id_ for id_ in ids if id_ not in self._control), None)
+            first = next((id_ for id_ in ids if id_ not in self._added), None)
             return first is not None and self._token_bytes[first].startswith(b" ")
 
-        control = next(iter(self._control.values()), "")
+        control = next((token.content for token in self._added.values()), "")
         return is_blank("a"), bool(control) and is_blank(f"{control}a")
 
     def detokenizer(self, visible_ids: frozenset[int] = frozenset()) -> Detokenizer:
@@ -131,9 +189,9 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_ids: Iterable[int], *, is_last: bool = False) -> str:
-        table = self._token_bytes
+        table, visible = self._token_bytes, self._visible
         # A model's vocabulary is often padded: ids behind the tokenizer's last stand for nothing.
-        known = [self._visible.get(id_) or table[id_] for id_ in token_ids if id_ < len(table)]
+        known = [visible.get(id_, table[id_]) for id_ in token_ids if id_ < len(table)]
         return self._decoder.decode(b"".join(known), is_last)
 
 

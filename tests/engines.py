@@ -15,12 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.bridge import State
+from app.chat import ChatTemplate
 from app.config import read_settings
 from app.engine import Engine, Observer, Unobserved
 from app.kv_cache import KVCache
+from app.loading import LoadedModel
 from app.scheduler import Scheduler
 from app.sequence import Advance, Move, SamplingParams, Sequence, StepPlan
 from app.service import Service
+from app.text import TextCodec
 
 STUB_VOCAB = 97
 
@@ -116,14 +119,27 @@ def scripted_engine(
 
 
 def real_engine(
-    folder: Path, max_batch_size: int = 8, prefill_chunk: int = 16, max_model_len: int = 256
+    folder: Path,
+    max_batch_size: int = 8,
+    prefill_chunk: int = 16,
+    max_model_len: int = 256,
+    *,
+    deterministic: bool = False,
 ) -> Engine:
     from app.model import OnnxModel
 
     model = OnnxModel.load(folder, "cpu", num_threads=1)
+    model.deterministic = deterministic
     cache = KVCache(model.spec.kv, max_batch_size, max_model_len, model.device)
     scheduler = Scheduler(max_batch_size, max_model_len, prefill_chunk, frozenset())
     return Engine(model, cache, scheduler, Unobserved())
+
+
+def loaded_model(name: str, codec: TextCodec, max_model_len: int, vocab_size: int) -> LoadedModel:
+    """The hub's side of an engine that no folder was loaded for."""
+    created_at = 1_700_000_000
+    chat = ChatTemplate(codec)
+    return LoadedModel(name, codec, max_model_len, vocab_size, created_at, {"model": name}, chat)
 
 
 def loaded_service(folder: Path, *arguments: str) -> Service:

@@ -15,17 +15,17 @@ from flask.testing import FlaskClient
 
 from app.config import Settings
 from app.engine import Engine
-from app.loading import LoadedModel
 from app.service import Service
 from app.text import TextCodec
 
-from .engines import STUB_VOCAB, StubModel, stub_engine
+from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
-SETTINGS = Settings(Path(), "127.0.0.1", 0, "cpu", False, 1, 4, 64, 8, 100_000, 0, (), "info")
+SETTINGS = Settings(
+    *(Path(), "127.0.0.1", 0, "cpu", False, False, 1, 4, 64, 8, 100_000, 0, (), "info")
+)
 CONTEXT = 64
 CODEC = TextCodec(byte_level_tokenizer(), frozenset())
-CREATED_AT = 1_700_000_000
 
 S = TypeVar("S", bound=Service)
 
@@ -43,7 +43,7 @@ class StubService(Service):
     def _load(self) -> Engine:
         shape = {"max_model_len": CONTEXT} | self._shape
         engine, self.stub = stub_engine(observer=self.metrics, **shape)
-        self._model = LoadedModel("stub", CODEC, CONTEXT, STUB_VOCAB, CREATED_AT, {"model": "stub"})
+        self._model = loaded_model("stub", CODEC, CONTEXT, STUB_VOCAB)
         return engine
 
     def is_idle(self) -> bool:

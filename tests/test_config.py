@@ -24,6 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "port": 8080,
     "device": "auto",
     "strict_precision": False,
+    "deterministic": False,
     "threads": 0,
     "max_batch_size": 32,
     "max_model_len": 0,
@@ -40,6 +41,7 @@ RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
     "PORT": (("1", 1), ("65535", 65535)),
     "DEVICE": (("cpu", "cpu"), ("cuda", "cuda")),
     "STRICT_PRECISION": (("true", True), ("1", True)),
+    "DETERMINISTIC": (("true", True), ("1", True)),
     "THREADS": (("1", 1), ("1024", 1024)),
     "MAX_BATCH_SIZE": (("1", 1), ("1024", 1024)),
     "MAX_MODEL_LEN": (("2", 2), (str(CONTEXT), CONTEXT)),
@@ -55,6 +57,7 @@ WRONG: dict[str, list[str]] = {
     "PORT": ["nope", "-1", "65536", "80.5"],
     "DEVICE": ["gpu", "cuda:0"],
     "STRICT_PRECISION": ["maybe", "2"],
+    "DETERMINISTIC": ["maybe", "2"],
     "THREADS": ["many", "-1", "1025"],
     "MAX_BATCH_SIZE": ["many", "0", "-1", "1025"],
     "MAX_MODEL_LEN": ["long", "-1", "1e3", "1", str(CONTEXT + 1)],
@@ -189,9 +192,11 @@ def test_config_that_does_not_tell_the_context_is_named(
     assert "one/config.json" in capsys.readouterr().err
 
 
-def test_strict_precision_is_a_flag_of_its_own_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert read_settings(["--strict-precision", "--port", "1"]).strict_precision
-    assert not read_settings(["--strict-precision", "false"]).strict_precision
+@pytest.mark.parametrize("name", ["strict_precision", "deterministic"])
+def test_yes_or_no_is_a_flag_of_its_own_too(name: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    assert getattr(read_settings([flag, "--port", "1"]), name)
+    assert not getattr(read_settings([flag, "false"]), name)
 
 
 def write_record(**record: Any) -> None:

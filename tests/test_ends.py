@@ -14,11 +14,10 @@ import pytest
 
 from app.api import create_app
 from app.engine import Engine
-from app.loading import LoadedModel
 from app.service import Service
 from app.text import TextCodec
 
-from .engines import scripted_engine
+from .engines import loaded_model, scripted_engine
 from .services import SETTINGS, events
 from .tiny_tokenizers import phi3_numbered_tokenizer
 
@@ -45,7 +44,7 @@ class ScriptedService(Service):
         self._codec, self._script = codec, script
 
     def _load(self) -> Engine:
-        self._model = LoadedModel("scripted", self._codec, 4096, 32064, 0, {})
+        self._model = loaded_model("scripted", self._codec, 4096, 32064)
         return scripted_engine(self._script, self._codec.eos_ids, self.metrics)
 
 

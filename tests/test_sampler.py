@@ -9,12 +9,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from app import sampler
+from app import candidates, sampler
 from app.sampler import sample, uniform
 from app.sequence import SamplingParams, Sequence
 
 Row = list[float]
-HEAD = sampler._NUCLEUS_HEAD
+EXACT = candidates._MAX_EXACT  # longer rows have their weights in float32
 ROUNDING = 1e-12
 untimed = settings(deadline=None)
 BROKEN = [
@@ -279,36 +279,32 @@ def test_ties_at_the_edge_of_top_k_go_to_the_lower_ids(
     assert choose_one([2.0, -math.inf, 1.0, 1.0, 1.0], temperature=1.0, top_k=top_k) == last
 
 
-# --- a nucleus larger than the head that is sorted first ------------------------------------------
+# --- rows whose weights are float32 ---------------------------------------------------------------
 
 
-def flat_and_reversed(size: int) -> list[NDArray[np.float32]]:
+def flat_and_rising(size: int) -> list[NDArray[np.float32]]:
     return [np.zeros(size, np.float32), np.linspace(0, 0.1, size, dtype=np.float32)]
 
 
 @pytest.mark.parametrize("draw", [0.0, 0.3, 0.6, 1 - 2**-53])
-@pytest.mark.parametrize("size", [HEAD, HEAD + 1, 3 * HEAD])
-@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.9999])
-def test_nucleus_larger_than_the_head_is_whole(
+@pytest.mark.parametrize("size", [EXACT, EXACT + 1, 3 * EXACT])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.9999, 1.0])
+def test_draw_is_the_place_in_a_nucleus_of_any_size(
     top_p: float, size: int, draw: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fix_draw(monkeypatch, draw)
-    for logits in flat_and_reversed(size):
-        expected = list(reference(logits.tolist(), 1.0, 0, top_p))
+    for logits in flat_and_rising(size):
+        expected = sorted(reference(logits.tolist(), 1.0, 0, top_p))
         chosen = choose_one(logits.tolist(), temperature=1.0, top_p=top_p)
-        # Likeliest first, all but equally likely: the draw is the place in the nucleus.
+        # All but equally likely: the draw is the place among the ids of the nucleus.
         place = expected.index(chosen) if chosen is not None else -1
         assert place == pytest.approx(draw * len(expected), abs=0.06 * len(expected))
 
 
-def test_flat_nucleus_beyond_the_head_keeps_the_lowest_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [2000, 5000])
+def test_flat_nucleus_keeps_the_lowest_ids(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fix_draw(monkeypatch, 1 - 2**-53)
-    assert choose_one([0.0] * 5000, temperature=1.0, top_p=0.9) == 4499
-
-
-def test_nucleus_of_exactly_the_head_ends_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    fix_draw(monkeypatch, 1 - 2**-53)
-    assert choose_one([0.0] * 2 * HEAD, temperature=1.0, top_p=0.5) == HEAD - 1
+    assert choose_one([0.0] * size, temperature=1.0, top_p=0.9) == 0.9 * size - 1
 
 
 # --- the distribution -----------------------------------------------------------------------------
@@ -326,7 +322,13 @@ def test_tokens_come_as_often_as_softmax_says(
     num_draws = 3000
     sequences = [
         sequence(
-            SamplingParams(9, temperature, top_k, top_p, seed=i if by == "seed" else 99),
+            SamplingParams(
+                9,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=i if by == "seed" else 99,
+            ),
             num_output=0 if by == "seed" else i,
         )
         for i in range(num_draws)

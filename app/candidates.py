@@ -1,0 +1,169 @@
+"""One row of logits -> one token at random: min-p, top-k and top-p say which tokens are left, a
+number in [0, 1) says which of them it is. Knows of parameters and arrays only.
+
+The whole vocabulary is passed over in float32 and never sorted: what is sorted, and what decides
+at a border, are the few tokens that can matter, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sequence import SamplingParams
+
+# Longer rows get their weights in float32: 1e-7 of a weight, and a third of the time of float64.
+_MAX_EXACT = 4096
+_BLOCK = 128
+_MIN_TEMPERATURE = 1e-30  # float32 does not know the inverse of a much smaller number
+
+
+def draw_token(
+    logits: NDArray[np.float32],
+    top: float,
+    params: SamplingParams,
+    draw: float,
+    scratch: NDArray[np.float32] | None = None,
+) -> int:
+    """The token at share `draw` of the mass of the `candidates`, counted by rising id."""
+    ids, weights = candidates(logits, top, params, scratch)
+    chosen = _inverse_cdf(weights, draw)
+    return chosen if ids is None else int(ids[chosen])
+
+
+def candidates(
+    logits: NDArray[np.float32],
+    top: float,
+    params: SamplingParams,
+    scratch: NDArray[np.float32] | None = None,
+) -> tuple[NDArray[np.int64] | None, NDArray[Any]]:
+    """The tokens that may be drawn, by rising id (None: all), and each one's weight.
+
+    The order is vLLM's (v1/sample/sampler.py): temperature, min-p, top-k, top-p, each of what the
+    one before has left. As min-p and top-k both keep the likeliest, these two may be swapped.
+
+    `top`, finite, is the largest of `logits`, shape (vocab,). The temperature is not 0. The weights
+    may lie in `scratch`, of the same shape.
+    """
+    ids: NDArray[np.int64] | None = None
+    values = logits
+    if params.min_p > 0:
+        ids = at_least(logits, top, params)
+        values = values[ids]
+    if 0 < params.top_k < len(values):
+        kept = np.sort(largest(values, params.top_k))
+        ids = kept if ids is None else ids[kept]
+        values = values[kept]
+    weights = _weights(values, top, params.temperature, scratch)
+    if params.top_p < 1:
+        kept = _nucleus(values, weights, top, params)
+        ids = kept if ids is None else ids[kept]
+        weights = weights[kept]
+    return ids, weights
+
+
+def at_least(logits: NDArray[np.float32], top: float, params: SamplingParams) -> NDArray[np.int64]:
+    """Ids of the tokens that are at least `min_p` times as likely as the likeliest, at the
+    parameters' temperature.
+
+    Nguyen et al., "Turning up the heat: min-p sampling", 2024; transformers' MinPLogitsWarper.
+    exp((x - top) / temperature) >= min_p, solved for x: needs no exponential.
+    """
+    return (logits >= top + params.temperature * math.log(params.min_p)).nonzero()[0]
+
+
+def largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
+    """The indices of the `k` largest values, the largest first; of ties the lower index.
+
+    The k-th largest of the maxima of any blocks is not above the k-th largest value: k blocks at
+    least have a value that large. So only what reaches it has to be looked at.
+    """
+    num_blocks = max(3 * k, 384)
+    depth = len(values) // num_blocks
+    if depth >= 8:
+        # Block i is every num_blocks-th value from i on (that way numpy takes maxima fastest). The
+        # few values behind the last whole block are in none, which only lowers the bound.
+        maxima = values[: depth * num_blocks].reshape(depth, num_blocks).max(axis=0)
+        bound = np.partition(maxima, -k)[-k]
+    else:
+        bound = np.partition(values, -k)[-k] if k < len(values) else -np.inf
+    indices = (values >= bound).nonzero()[0]
+    order = (-values[indices]).argsort(kind="stable")
+    return indices[order[:k]]
+
+
+def _weights(
+    values: NDArray[np.float32],
+    top: float,
+    temperature: float,
+    scratch: NDArray[np.float32] | None,
+) -> NDArray[Any]:
+    """exp((value - top) / temperature): probabilities but for a factor; `top` has 1."""
+    if len(values) <= _MAX_EXACT:
+        return _exact_weights(values, top, temperature)
+    out = None if scratch is None else scratch[: len(values)]
+    scaled: NDArray[np.float32] = np.subtract(values, np.float32(top), out=out)
+    if temperature != 1:
+        scaled *= np.float32(1 / max(temperature, _MIN_TEMPERATURE))
+    np.exp(scaled, out=scaled)
+    return scaled
+
+
+def _exact_weights(
+    values: NDArray[np.float32], top: float, temperature: float
+) -> NDArray[np.float64]:
+    weights: NDArray[np.float64] = values.astype(np.float64)
+    weights -= top
+    weights /= temperature
+    np.exp(weights, out=weights)
+    return weights
+
+
+def _nucleus(
+    values: NDArray[np.float32], weights: NDArray[Any], top: float, params: SamplingParams
+) -> NDArray[np.int64]:
+    """Indices, in rising order, of the smallest set of the likeliest whose share of the mass
+    reaches `top_p`; of ties the lower indices.
+
+    Holtzman et al., "The curious case of neural text degeneration", 2019.
+
+    Tokens that weigh less than (1 - p) of the mean have less than 1 - p of the mass together, so
+    the others hold the nucleus, and only they are sorted.
+    """
+    mass = float(weights.sum())
+    bound = (1 - params.top_p) * mass / len(weights)
+    likely = (weights >= min(bound, 1.0)).nonzero()[0]  # 1: rounding must leave the top
+    values = values[likely]
+    ordered = np.sort(values)[::-1]
+    cumulative = _exact_weights(ordered, top, params.temperature).cumsum()
+    num_kept = min(int(cumulative.searchsorted(params.top_p * mass)) + 1, len(ordered))
+    edge = ordered[num_kept - 1]
+    kept = (values >= edge).nonzero()[0]
+    if len(kept) > num_kept:
+        ties = kept[values[kept] == edge]
+        kept = np.setdiff1d(kept, ties[num_kept - len(kept) :], assume_unique=True)
+    return likely[kept]
+
+
+def _inverse_cdf(weights: NDArray[Any], draw: float) -> int:
+    """The first index at which the running sum exceeds `draw` times the whole sum.
+
+    Sums of blocks first, then those within one block. A weight of 0 is never chosen.
+    """
+    starts = np.arange(0, len(weights), _BLOCK)
+    cumulative = np.add.reduceat(weights, starts).cumsum(dtype=np.float64)
+    target = draw * float(cumulative[-1])
+    block = _first_above(cumulative, target)
+    start = block * _BLOCK
+    before = float(cumulative[block - 1]) if block > 0 else 0.0
+    within = weights[start : start + _BLOCK].cumsum(dtype=np.float64)
+    return start + _first_above(within, target - before)
+
+
+def _first_above(cumulative: NDArray[np.float64], target: float) -> int:
+    # However `target` was rounded, it must not lead behind the last weight that is not 0.
+    last = math.nextafter(float(cumulative[-1]), 0.0)
+    return int(cumulative.searchsorted(min(target, last), side="right"))

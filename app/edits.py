@@ -1,0 +1,139 @@
+"""What a request's parameters and its grammar do to a row of logits before a token is chosen:
+tokens are forbidden, biased, or penalized for having come before. Greedy choices feel it, too.
+
+The order is vLLM's (v1/sample/sampler.py): what is forbidden, then bias, then the penalties. A
+forbidden token is at minus infinity, which nothing later brings back.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sequence import SamplingParams, Sequence
+
+Logits = NDArray[np.float32]  # (vocab,)
+Mask = NDArray[np.uint32]
+
+_LARGEST = float(np.finfo(np.float32).max)
+_MINUS_INFINITY = np.uint32(0xFF800000)  # as the bits of a float32
+
+
+def edit(logits: Logits, sequence: Sequence, mask: Mask | None, scratch: Logits) -> Logits:
+    """The row as the request wants it: `logits` itself if there is nothing to do, else `scratch`,
+    filled.
+
+    Bit i of word w of `mask`, the lowest first, permits token 32 w + i; tokens behind its end are
+    forbidden.
+    """
+    edits = sequence.sampler_state
+    if not isinstance(edits, Edits):
+        edits = sequence.sampler_state = Edits(sequence.params)
+    return edits.apply(logits, sequence, mask, scratch)
+
+
+class Edits:
+    """A sequence's parameters as arrays, and which tokens it has seen how often. A step costs what
+    is new in it, not what is long in the request."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        allowed = params.allowed_token_ids
+        self._allowed = None if allowed is None else _ids(allowed)
+        self._banned = _ids(params.banned_token_ids)
+        self._biased = _ids(params.logit_bias)
+        self._bias = np.array([*params.logit_bias.values()], np.float32)
+        self._params = params
+        self._seen = _Seen() if _has_penalty(params) else None
+        self._is_needed = (
+            allowed is not None
+            or len(self._banned) + len(self._biased) > 0
+            or self._seen is not None
+        )
+
+    def apply(
+        self, logits: Logits, sequence: Sequence, mask: Mask | None, edited: Logits
+    ) -> Logits:
+        is_short = len(sequence.output_ids) < self._params.min_tokens and sequence.end_ids
+        if not (self._is_needed or is_short or mask is not None):
+            return logits
+        if self._allowed is None:
+            np.copyto(edited, logits)
+        else:
+            edited.fill(-np.inf)
+            edited[self._allowed] = logits[self._allowed]
+        if mask is not None:
+            _forbid_unmasked(edited, mask)
+        if len(self._banned):
+            edited[self._banned] = -np.inf
+        if is_short:
+            edited[[id_ for id_ in sequence.end_ids if id_ < len(edited)]] = -np.inf
+        if len(self._biased):
+            edited[self._biased] += self._bias
+        if self._seen is not None:
+            self._seen.update(sequence)
+            self._seen.penalize(edited, self._params)
+        return edited
+
+
+class _Seen:
+    """The ids of a sequence, each once, and how often each of them came in the answer: those that
+    only the prompt has count 0. The prompt is left out if no penalty asks for it."""
+
+    def __init__(self) -> None:
+        self._ids = array("q")
+        self._counts = array("d")  # float64, as it is calculated with
+        self._places: dict[int, int] = {}
+        self._num_outputs = -1  # counted so far; -1: nor is the prompt
+
+    def update(self, sequence: Sequence) -> None:
+        if self._num_outputs < 0:
+            self._num_outputs = 0
+            if sequence.params.repetition_penalty != 1:
+                self._ids = array("q", dict.fromkeys(sequence.prompt_ids))
+                self._counts = array("d", bytes(8 * len(self._ids)))
+                self._places = {id_: place for place, id_ in enumerate(self._ids)}
+        for id_ in sequence.output_ids[self._num_outputs :]:
+            place = self._places.setdefault(id_, len(self._ids))
+            if place == len(self._ids):
+                self._ids.append(id_)
+                self._counts.append(0)
+            self._counts[place] += 1
+        self._num_outputs = len(sequence.output_ids)
+
+    def penalize(self, logits: Logits, params: SamplingParams) -> None:
+        """Repetition: Keskar et al., "CTRL", 2019, of the prompt's and the answer's tokens, as in
+        transformers' RepetitionPenaltyLogitsProcessor: a positive logit is divided by the penalty,
+        a negative one multiplied.
+
+        Frequency and presence: OpenAI's formula (API reference, "Frequency and presence
+        penalties"), of the answer's tokens only, as in vLLM: logit - count * frequency_penalty
+        - (count > 0) * presence_penalty.
+        """
+        ids, counts = np.frombuffer(self._ids, np.int64), np.frombuffer(self._counts, np.float64)
+        values = logits[ids].astype(np.float64)
+        if (penalty := params.repetition_penalty) != 1:
+            values = np.where(values < 0, values * penalty, values / penalty)
+        values -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        logits[ids] = np.minimum(values, _LARGEST)  # a penalty below 1 must not make an infinity
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    off = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    return off != (1, 0, 0)
+
+
+def _ids(ids: Collection[int]) -> NDArray[np.int64]:
+    return np.fromiter(ids, np.int64, len(ids))
+
+
+def _forbid_unmasked(logits: Logits, mask: Mask) -> None:
+    # Arithmetic on bits: to write through a mask of booleans takes numpy eight times as long.
+    bits = (~mask).astype("<u4").view(np.uint8)
+    is_forbidden = np.unpackbits(bits, count=min(32 * len(mask), len(logits)), bitorder="little")
+    addend = is_forbidden.astype(np.uint32)
+    addend *= _MINUS_INFINITY
+    logits[: len(addend)] += addend.view(np.float32)  # 0 or minus infinity
+    logits[len(addend) :] = -np.inf
