@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .errors import DeadlineExceeded, ModelFailure, NotReady
+from .errors import DeadEnd, DeadlineExceeded, ModelFailure, NotReady
 from .sequence import Advance, FinishReason, Sequence, TokenLogprobs
 from .stops import StopMatcher
 
@@ -60,7 +60,8 @@ class Completion:
     def take(self) -> Delta | None:
         """What has come; None if that is nothing to tell.
 
-        Raises ModelFailure if the engine failed, NotReady if the server stops.
+        Raises ModelFailure if the engine failed, DeadEnd if the request left no token to
+        choose, NotReady if the server stops.
         """
         text = ""
         for advance in self._stream.take():
@@ -87,6 +88,8 @@ class Completion:
         reason = advance.finish_reason
         if reason is FinishReason.ERROR:
             raise ModelFailure(advance.error or "the model run failed")
+        if reason is FinishReason.DEAD_END:
+            raise DeadEnd(advance.error or "no token is permitted")
         if reason is FinishReason.ABORT:  # not by this client, which is still here
             raise NotReady(advance.error or "the request was aborted")
         text = ""
@@ -119,8 +122,9 @@ class Answer:
     """All choices of one request. Iterate once: yields (choice, delta) as they come, for each
     choice one with a finish reason.
 
-    Raises ModelFailure if the engine fails, NotReady if the server stops, DeadlineExceeded if
-    `deadline_at` (of `time.monotonic`) passes before any choice has a token.
+    Raises ModelFailure if the engine fails, DeadEnd if the request leaves no token to choose,
+    NotReady if the server stops, DeadlineExceeded if `deadline_at` (of `time.monotonic`) passes
+    before any choice has a token.
     """
 
     def __init__(

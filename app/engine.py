@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .grammar import MaskWorker
 from .kv_cache import KVCache
 from .sampler import Sampled, sample
 from .scheduler import Scheduler
@@ -55,12 +56,14 @@ class Engine:
         scheduler: Scheduler,
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
+        num_threads: int = 1,  # for masks, beside the model's
     ) -> None:
         self._model = model
         self._cache = cache
         self._scheduler = scheduler
         self._observer = observer
         self._clock = clock
+        self._masks = MaskWorker(num_threads)
         self._num_failed_steps = 0  # in a row
 
     @property
@@ -97,8 +100,9 @@ class Engine:
         self._cache.apply(plan.moves)
         if plan.is_empty:
             return sample(np.empty((0, 1), np.float32), [])
+        self._masks.start(plan.sampled)  # they are filled while the model runs
         logits = self._model.forward(plan, self._cache)
-        sampled = sample(logits, plan.sampled)
+        sampled = sample(logits, plan.sampled, self._masks.collect())
         if num_spoiled := int(np.count_nonzero(~sampled.is_finite)):
             log.error("logits are not finite in %d of %d rows", num_spoiled, len(logits))
             self._observer.spoiled(num_spoiled)

@@ -3,6 +3,7 @@
     ServeError
     |-- InvalidRequest        400  a field is missing, unknown or out of range; `param` names it
     |   |-- PromptTooLong     400  the prompt leaves no room for a token
+    |   |-- DeadEnd           400  its grammar or its allowed tokens leave no token to choose
     |   `-- UnreadableBody    400  shorter than announced, or broken chunks
     |-- ModelNotFound         404  another model than the one that is served
     |-- PayloadTooLarge       413
@@ -55,6 +56,10 @@ class PromptTooLong(InvalidRequest):
             f"{max_model_len} tokens; at most {max_model_len - 1} fit",
             param="prompt",
         )
+
+
+class DeadEnd(InvalidRequest):
+    code = "dead_end"
 
 
 class UnreadableBody(InvalidRequest):

@@ -7,6 +7,7 @@ Runtime).
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from .chat import ChatTemplate
 from .config import Settings
 from .engine import Engine, Observer
 from .errors import UnservableModel, WrongSetting
+from .grammar import Grammars
 from .graph import Graph
 from .kv_cache import KVBudget, KVCache
 from .machine import available_cpus
@@ -22,6 +24,8 @@ from .probe import check_probe
 from .record import Probe, read_record
 from .scheduler import Scheduler
 from .text import TextCodec
+
+log = logging.getLogger(__name__)
 
 _KV_MEMORY_SHARE = 0.8  # of what is free once the weights are loaded; the rest is workspace
 _SHOWN_VERSIONS = ("onnxruntime", "onnxruntime-gpu", "optimum-onnx", "torch", "transformers")
@@ -38,6 +42,7 @@ class LoadedModel:
     created_at: int  # seconds since 1970
     info: dict[str, Any]
     chat: ChatTemplate
+    grammars: Grammars | None = None  # None: they cannot be made for this tokenizer
 
 
 def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, LoadedModel]:
@@ -67,10 +72,11 @@ def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, 
         "kv_cache_bytes": cache.num_rows * cache.max_len * model.spec.kv.bytes_per_token,
         "versions": _versions(),
     }
-    engine = Engine(model, cache, scheduler, observer)
+    engine = Engine(model, cache, scheduler, observer, num_threads=num_threads)
     created_at = int(model.graph.path.stat().st_mtime)
     loaded = LoadedModel(
-        info["model"], codec, cache.max_len, model.spec.vocab_size, created_at, info, chat
+        *(info["model"], codec, cache.max_len, model.spec.vocab_size, created_at, info, chat),
+        _make_grammars(codec, model.spec.vocab_size),
     )
     return engine, loaded
 
@@ -89,6 +95,14 @@ def _check_fit(model: OnnxModel, codec: TextCodec, settings: Settings) -> None:
             f"MAX_MODEL_LEN={settings.max_model_len}: {model.context_length} tokens are served of "
             "this graph, for longer rows would change the rotary factors of all (longrope)"
         )
+
+
+def _make_grammars(codec: TextCodec, vocab_size: int) -> Grammars | None:
+    try:
+        return Grammars(codec.tokenizer, vocab_size, codec.eos_ids)
+    except ValueError as error:
+        log.warning("no structured output with this tokenizer: %s", error)
+        return None
 
 
 def _run_probe(probe: Probe, model: OnnxModel) -> None:

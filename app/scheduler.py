@@ -90,7 +90,7 @@ class Scheduler:
             if not sampled.is_finite[row]:
                 advances.append(_failed(sequence, _NOT_FINITE))
             elif not sampled.has_choice[row]:
-                advances.append(_failed(sequence, _NO_CHOICE))
+                advances.append(_failed(sequence, _why_no_choice(sequence), FinishReason.DEAD_END))
             else:
                 token_id, logprobs = int(sampled.token_ids[row]), sampled.logprobs.get(row)
                 advances.append(self._append(sequence, token_id, logprobs))
@@ -169,11 +169,16 @@ def _completes(constraint: Constraint | None, token_id: int) -> bool:
     return constraint.is_complete
 
 
+def _why_no_choice(sequence: Sequence) -> str:
+    error = sequence.constraint.error if sequence.constraint is not None else None
+    return _NO_CHOICE if error is None else f"this request's grammar cannot be followed: {error}"
+
+
 def _repeats(sequence: Sequence) -> bool:
     sequence.runs = extend_runs(sequence.runs, sequence.output_ids)
     return num_repeats(sequence.runs) >= sequence.params.repetition_guard
 
 
-def _failed(sequence: Sequence, error: str) -> Advance:
-    sequence.finish(FinishReason.ERROR, error)
-    return Advance(sequence, None, FinishReason.ERROR, error)
+def _failed(sequence: Sequence, error: str, reason: FinishReason = FinishReason.ERROR) -> Advance:
+    sequence.finish(reason, error)
+    return Advance(sequence, None, reason, error)

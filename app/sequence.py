@@ -22,6 +22,7 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     REPETITION = "repetition"
     TIMEOUT = "timeout"
+    DEAD_END = "dead_end"
     ABORT = "abort"
     ERROR = "error"
 
@@ -65,6 +66,10 @@ class Constraint(Protocol):
     @property
     def is_complete(self) -> bool:
         """The answer is whole, and nothing can follow it."""
+
+    @property
+    def error(self) -> str | None:
+        """Why the grammar cannot be followed any further; None if it can."""
 
 
 @dataclass(frozen=True, slots=True)

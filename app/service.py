@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from .bridge import Bridge, State
 from .completion import Answer, Completion
 from .config import Settings
-from .errors import NotReady
+from .errors import InvalidRequest, NotReady
 from .limits import (
     check_logprobs,
     check_min_tokens,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .chat import Rendered
     from .engine import Engine
     from .fields import SamplingFields, Structure
+    from .grammar import Grammar
     from .loading import LoadedModel
     from .tools import ToolUse
 
@@ -122,8 +123,19 @@ class Service:
     def _compile(self, fields: SamplingFields, structure: Structure) -> Callable[[], Constraint]:
         """Raises InvalidRequest for a grammar that cannot be compiled."""
         check_structure(fields, structure.field)
-        compile_ = self.model.grammars.compile
-        return self.bridge.off_hub(compile_, structure.kind, structure.source, structure.field)
+        grammars = self.model.grammars
+        if grammars is None:
+            raise InvalidRequest(
+                f"{structure.field}: answers cannot be held to a form with this model's tokenizer",
+                param=structure.field,
+            )
+        compilers: dict[str, Callable[[Any, str], Grammar]] = {
+            "json_schema": grammars.json_schema,
+            "regex": grammars.regex,
+            "lark": grammars.lark,
+        }
+        compile_ = compilers[structure.kind]
+        return self.bridge.off_hub(compile_, structure.source, structure.field).constraint
 
     def _choices(
         self,

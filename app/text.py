@@ -62,6 +62,10 @@ class TextCodec:
         return cls(tokenizer, eos_ids)
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        return self._control_parser
+
+    @property
     def vocab_size(self) -> int:
         return len(self._token_bytes)
 

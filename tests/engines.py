@@ -18,6 +18,7 @@ from app.bridge import State
 from app.chat import ChatTemplate
 from app.config import read_settings
 from app.engine import Engine, Observer, Unobserved
+from app.grammar import Grammars
 from app.kv_cache import KVCache
 from app.loading import LoadedModel
 from app.scheduler import Scheduler
@@ -137,9 +138,12 @@ def real_engine(
 
 def loaded_model(name: str, codec: TextCodec, max_model_len: int, vocab_size: int) -> LoadedModel:
     """The hub's side of an engine that no folder was loaded for."""
-    created_at = 1_700_000_000
-    chat = ChatTemplate(codec)
-    return LoadedModel(name, codec, max_model_len, vocab_size, created_at, {"model": name}, chat)
+    created_at, info = 1_700_000_000, {"model": name}
+    # A stub's vocabulary may be smaller than the tokenizer's.
+    num_ids = max(vocab_size, codec.vocab_size)
+    grammars = Grammars(codec.tokenizer, num_ids, codec.eos_ids or frozenset([0]))
+    parts = (created_at, info, ChatTemplate(codec), grammars)
+    return LoadedModel(name, codec, max_model_len, vocab_size, *parts)
 
 
 def loaded_service(folder: Path, *arguments: str) -> Service:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 import pytest
 
 from app.completion import Delta, Token
@@ -73,7 +74,9 @@ def test_logprobs_spell_each_token_and_the_likeliest_beside_it() -> None:
     told = logprobs([Token(a, TokenLogprobs(-0.5, ((half, -0.25), (a, -0.5))))], CODEC)
     spelled_a = {"id": a, "token": "a", "logprob": -0.5, "bytes": [97]}
     spelled_half = {"id": half, "token": "\ufffd", "logprob": -0.25, "bytes": [0xC3]}
-    assert told == [spelled_a | {"top_logprobs": [spelled_half, spelled_a]}]
+    assert orjson.loads(orjson.dumps(told)) == [
+        spelled_a | {"top_logprobs": [spelled_half, spelled_a]}
+    ]
 
 
 @pytest.mark.parametrize("num_deltas", [0, 1, 3])

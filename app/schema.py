@@ -1,0 +1,101 @@
+"""Which JSON schemas an answer can be held to: every keyword is kept or refused by name.
+
+llguidance ignores keywords that it does not know, and some shapes cost it seconds, gigabytes or the
+process's stack; both are found here, before it sees them. Pure: dicts in, dicts out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+MAX_SCHEMA_CHARS = 32_768
+MAX_DEPTH = 60
+_MAX_REFS = 500
+_MAX_ALL_OF = 16
+_MAX_MULTIPLE = 10_000
+
+# A blank between tokens, or a new line with its indentation: a model that is unsure could write
+# blanks until its tokens are over.
+_OPTIONS = {"whitespace_pattern": r"( |\n {0,16})"}
+
+_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
+_LISTS = {"prefixItems", "anyOf", "oneOf", "allOf"}
+_SCHEMAS = {"items", "additionalProperties", "additionalItems"}
+_LEAVES = {
+    *{"type", "enum", "const", "$ref", "required", "pattern", "format", "minLength", "maxLength"},
+    *{"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+    *{"minItems", "maxItems", "minProperties", "maxProperties"},
+}
+# They say nothing of what is valid.
+_ANNOTATIONS = {
+    *{"$schema", "$id", "$comment", "title", "description", "default", "examples"},
+    *{"deprecated", "readOnly", "writeOnly"},
+}
+KEYWORDS = _MAPS | _LISTS | _SCHEMAS | _LEAVES | _ANNOTATIONS
+
+
+def prepare_schema(schema: Any) -> str:
+    """The schema as llguidance takes it, with our whitespace. Raises ValueError, saying why not."""
+    _check_depth(schema)
+    text = json.dumps(schema)
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise ValueError(
+            f"the schema has {len(text)} characters, at most {MAX_SCHEMA_CHARS} can be"
+        )
+    if not isinstance(schema, dict):
+        raise ValueError("a schema must be a JSON object")
+    parts = list(_subschemas(schema))
+    for part in parts:
+        _check_keywords(part)
+    num_refs = sum("$ref" in part for part in parts)
+    if num_refs > _MAX_REFS:
+        raise ValueError(f"the schema has {num_refs} $ref, at most {_MAX_REFS} can be")
+    num_all_of = sum(len(part.get("allOf", ())) for part in parts)
+    if num_all_of > _MAX_ALL_OF:
+        raise ValueError(
+            f"the schema has {num_all_of} parts in allOf, at most {_MAX_ALL_OF} can be"
+        )
+    return json.dumps(schema | {"x-guidance": _OPTIONS})
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return
+    raise ValueError(f"the schema is nested more than {MAX_DEPTH} levels deep")
+
+
+def _subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield schema
+    for keyword, value in schema.items():
+        children: list[Any] = []
+        if keyword in _MAPS and isinstance(value, dict):
+            children = list(value.values())
+        elif keyword in _LISTS | {"items"} and isinstance(value, list):
+            children = value
+        elif keyword in _SCHEMAS:
+            children = [value]
+        for child in children:
+            if isinstance(child, dict):
+                yield from _subschemas(child)
+
+
+def _check_keywords(schema: dict[str, Any]) -> None:
+    if unknown := sorted(schema.keys() - KEYWORDS):
+        raise ValueError(
+            f"the keyword {unknown[0]!r} is not supported; these are: {', '.join(sorted(KEYWORDS))}"
+        )
+    multiple = schema.get("multipleOf", 1)
+    digits = re.sub(r"\D|e.*", "", str(multiple))
+    if not isinstance(multiple, int | float) or "e" in str(multiple) or int(digits) > _MAX_MULTIPLE:
+        raise ValueError(f"multipleOf: {multiple} has too many digits, or is no number")

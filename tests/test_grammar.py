@@ -1,0 +1,465 @@
+"""Answers held to a grammar. The models say anything: what comes out is the grammar's doing."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from app.engine import Engine, Unobserved
+from app.errors import InvalidRequest
+from app.grammar import Grammar, GrammarConstraint, Grammars, MaskWorker
+from app.kv_cache import KVCache
+from app.scheduler import Scheduler
+from app.sequence import FinishReason, SamplingParams, Sequence, StepPlan
+from app.text import token_bytes
+
+from .engines import TokenCache, run
+from .tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
+
+VOCAB = 331
+DEFAULT = Path(__file__).parents[1] / "models" / "default"
+TOKENIZERS = {"bytes": byte_level_tokenizer(), "pieces": sentencepiece_tokenizer()}
+EOS = {"bytes": frozenset({260, 262}), "pieces": frozenset({291, 295})}
+GRAMMARS = {
+    kind: Grammars(tokenizer.backend_tokenizer, VOCAB, EOS[kind])
+    for kind, tokenizer in TOKENIZERS.items()
+}
+
+
+class NoiseModel:
+    """Random logits, of a row's own length and first token: the same alone and in company."""
+
+    def forward(self, plan: StepPlan, cache: TokenCache) -> NDArray[np.float32]:
+        rows = [
+            np.random.default_rng([s.prompt_ids[0], len(s.output_ids)]).normal(size=VOCAB)
+            for s in plan.sampled
+        ]
+        return np.array(rows, np.float32).reshape(-1, VOCAB) * 2
+
+
+def noise_engine(kind: str = "bytes", num_rows: int = 8) -> Engine:
+    scheduler = Scheduler(num_rows, 4096, 8, EOS[kind])
+    return Engine(NoiseModel(), TokenCache(num_rows), scheduler, Unobserved())  # type: ignore[arg-type]
+
+
+def sequence(
+    grammar: Grammar | None, seed: int = 0, max_tokens: int = 400, **options: Any
+) -> Sequence:
+    constraint = grammar.constraint() if grammar is not None else None
+    params = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=seed, **options)
+    return Sequence(f"r{seed}", [seed + 1, 2, 3], params, constraint)
+
+
+def generate(kind: str, grammar: Grammar | None, count: int = 4, **options: Any) -> list[Sequence]:
+    engine = noise_engine(kind)
+    sequences = [sequence(grammar, seed, **options) for seed in range(count)]
+    for one in sequences:
+        engine.submit(one)
+    run(engine)
+    return sequences
+
+
+def text_of(kind: str, answer: Sequence) -> str:
+    """Decoded strictly: half a character would raise."""
+    table = token_bytes(TOKENIZERS[kind].backend_tokenizer)
+    ids = [id_ for id_ in answer.output_ids if id_ not in answer.end_ids]
+    return b"".join(table[id_] for id_ in ids).decode()
+
+
+def check_schema(kind: str, schema: dict[str, Any], **options: Any) -> None:
+    validator = jsonschema_rs.validator_for(schema)
+    num_stopped = 0
+    for answer in generate(kind, GRAMMARS[kind].json_schema(schema, "x"), **options):
+        if answer.finish_reason is FinishReason.STOP:
+            num_stopped += 1
+            validator.validate(json.loads(text_of(kind, answer)))
+        else:
+            assert answer.finish_reason is FinishReason.LENGTH, answer.error
+    assert num_stopped > 0
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    description = json.loads(TOKENIZERS["pieces"].backend_tokenizer.to_str())
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    description |= {"normalizer": None, "pre_tokenizer": metaspace, "decoder": metaspace}
+    return Tokenizer.from_str(json.dumps(description))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces", "metaspace", "default"])
+def test_tokens_stand_for_the_same_bytes_as_in_the_answers_text(kind: str) -> None:
+    if kind == "default":
+        tokenizer = AutoTokenizer.from_pretrained(DEFAULT).backend_tokenizer
+    elif kind == "metaspace":
+        tokenizer = metaspace_tokenizer()
+    else:
+        tokenizer = TOKENIZERS[kind].backend_tokenizer
+    table = token_bytes(tokenizer)
+    vocab_size = len(table) + 40
+    grammars = Grammars(tokenizer, vocab_size, frozenset({0}))  # raises ValueError if one differs
+    # What is permitted of a text without limits: every token that starts a character.
+    permitted = masks_of(grammars.regex("(?s:.*)", "x"))
+    whole = {id_ for id_, text in enumerate(table) if text and is_text(text)}
+    assert {*np.flatnonzero(permitted)} >= whole
+    assert not permitted[len(table) :].any()
+
+
+def is_text(text: bytes) -> bool:
+    try:
+        return bool(text.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def masks_of(grammar: Grammar, end_ids: frozenset[int] = frozenset()) -> NDArray[np.uint8]:
+    worker = MaskWorker()
+    one = sequence(grammar)
+    one.end_ids = end_ids
+    worker.start([sequence(None), one])
+    masks = worker.collect()
+    assert list(masks) == [1]
+    return np.unpackbits(masks[1].view(np.uint8), bitorder="little")
+
+
+def test_making_them_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    Grammars(TOKENIZERS["pieces"].backend_tokenizer, VOCAB, EOS["pieces"]).regex("a", "x")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_every_end_token_is_permitted_exactly_where_the_answer_may_end(kind: str) -> None:
+    ends = EOS[kind] | {40}  # one of the request's own
+    assert all(masks_of(GRAMMARS[kind].regex("(ab)*", "x"), ends)[id_] for id_ in ends)
+    assert not any(masks_of(GRAMMARS[kind].regex("(ab)+|.c", "x"), ends)[id_] for id_ in ends)
+
+
+# --- what comes out -------------------------------------------------------------------------------
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "enum": {"enum": ["red", "green", 3, None, {"a": [1]}]},
+    "const": {"const": {"a": 'ü\n"\\', "b": []}},
+    "integers": {"type": "integer", "minimum": -5, "exclusiveMaximum": 120},
+    "numbers": {"type": "number", "minimum": 0.25, "maximum": 1.5},
+    "nested": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]},
+            "c": {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 4}]},
+        },
+        "required": ["a", "c"],
+        "additionalProperties": False,
+    },
+    "arrays": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3},
+    "tuples": {"type": "array", "prefixItems": [{"type": "null"}, {"const": 1}], "items": False},
+    "unicode": {"type": "string", "minLength": 3, "maxLength": 6},
+    "patterns": {"type": "string", "pattern": "^[a-c]{2}-\\d+$"},
+    "dates": {"type": "string", "format": "date"},
+    "multiples": {"type": "integer", "minimum": 0, "maximum": 100, "multipleOf": 7},
+    "references": {
+        "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 1}},
+        "$ref": "#/$defs/tree",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_finished_answer_validates(kind: str, name: str) -> None:
+    check_schema(kind, SCHEMAS[name])
+
+
+def small_schemas() -> st.SearchStrategy[dict[str, Any]]:
+    leaves: st.SearchStrategy[dict[str, Any]] = st.one_of(
+        st.just({"type": "boolean"}),
+        st.lists(
+            st.one_of(st.text(max_size=4), st.integers(), st.none()), min_size=1, max_size=3
+        ).map(lambda values: {"enum": values}),
+        st.tuples(st.integers(-20, 20), st.integers(0, 30)).map(
+            lambda t: {"type": "integer", "minimum": t[0], "maximum": t[0] + t[1]}
+        ),
+        st.tuples(st.integers(0, 3), st.integers(0, 3)).map(
+            lambda t: {"type": "string", "minLength": t[0], "maxLength": t[0] + t[1]}
+        ),
+    )
+    return st.recursive(leaves, grow, max_leaves=4)
+
+
+def grow(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    arrays = inner.map(lambda items: {"type": "array", "items": items, "maxItems": 2})
+    objects = st.dictionaries(st.text(max_size=3), inner, min_size=1, max_size=3).flatmap(
+        lambda properties: st.sets(st.sampled_from(sorted(properties))).map(
+            lambda required: {
+                "type": "object",
+                "properties": properties,
+                "required": sorted(required),
+                "additionalProperties": False,
+            }
+        )
+    )
+    return st.one_of(
+        arrays, objects, st.lists(inner, min_size=1, max_size=2).map(lambda parts: {"anyOf": parts})
+    )
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(small_schemas())
+def test_finished_answer_validates_whatever_the_schema(schema: dict[str, Any]) -> None:
+    check_schema("pieces", schema)
+
+
+def test_json_object_is_an_object() -> None:
+    answers = generate("bytes", GRAMMARS["bytes"].json_object("x"), count=16, max_tokens=200)
+    whole = [a for a in answers if a.finish_reason is FinishReason.STOP]
+    assert whole
+    assert all(isinstance(json.loads(text_of("bytes", answer)), dict) for answer in whole)
+
+
+def test_blanks_between_json_tokens_are_bounded() -> None:
+    space = TOKENIZERS["bytes"].backend_tokenizer.token_to_id("Ġ")
+    constraint = GRAMMARS["bytes"].json_object("x").constraint()
+    for id_ in [TOKENIZERS["bytes"].backend_tokenizer.token_to_id("{"), space, space]:
+        constraint.accept(id_)
+    assert constraint.error is not None
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("regex", ["a{2,5}|[bc]+d", "(?s:.){3}", "[0-9]{4}-[a-f]", "é+ü?/x"])
+def test_regex_matches_the_whole_answer(kind: str, regex: str) -> None:
+    for answer in generate(kind, GRAMMARS[kind].regex(regex, "x")):
+        assert answer.finish_reason is FinishReason.STOP, answer.error
+        assert re.fullmatch(regex, text_of(kind, answer))
+
+
+def test_lark_grammar_takes_schemas_and_control_tokens() -> None:
+    lark = 'start: "x" <|im_start|> %json {"type": "integer", "maximum": 9, "minimum": 0} end\n'
+    lark += 'end: "." | "!"'
+    start = 261
+    for answer in generate("bytes", GRAMMARS["bytes"].lark(lark, "x")):
+        assert answer.output_ids[1] == start
+        assert re.fullmatch(r"x\d[.!]", text_of("bytes", answer))
+        assert answer.finish_reason is FinishReason.STOP
+
+
+def test_answer_ends_at_once_when_nothing_can_follow() -> None:
+    [answer] = generate("bytes", GRAMMARS["bytes"].regex("abc", "x"), count=1)
+    assert len(text_of("bytes", answer)) == 3
+    assert not EOS["bytes"] & {*answer.output_ids}
+
+
+def test_running_out_of_tokens_says_length() -> None:
+    [answer] = generate("bytes", GRAMMARS["bytes"].regex("a{50}", "x"), count=1, max_tokens=7)
+    assert answer.finish_reason is FinishReason.LENGTH
+
+
+# --- rows beside each other -----------------------------------------------------------------------
+
+
+def test_rows_answer_together_as_alone() -> None:
+    def make() -> list[Sequence]:
+        choices = GRAMMARS["bytes"].json_schema(SCHEMAS["nested"], "x")
+        grammars = [choices, None, GRAMMARS["bytes"].regex("[a-z]{20}", "x"), None, choices]
+        return [sequence(grammar, seed, 30) for seed, grammar in enumerate(grammars)]
+
+    alone = []
+    for one in make():
+        engine = noise_engine()
+        engine.submit(one)
+        run(engine)
+        alone.append(one.output_ids)
+    together, engine = make(), noise_engine()
+    for one in together:
+        engine.submit(one)
+    run(engine)
+    assert [one.output_ids for one in together] == alone
+
+
+def test_row_that_leaves_in_mid_answer_does_not_disturb_the_others() -> None:
+    engine = noise_engine()
+    grammar = GRAMMARS["bytes"].regex("[a-z]{12}", "x")
+    sequences = [sequence(grammar, seed) for seed in range(4)]
+    for one in sequences:
+        engine.submit(one)
+    for _ in range(5):
+        engine.step()
+    sequences[0].ended_by = FinishReason.ABORT
+    run(engine)
+    assert [one.finish_reason for one in sequences] == [FinishReason.ABORT, *["stop"] * 3]
+    assert all(re.fullmatch("[a-z]{12}", text_of("bytes", one)) for one in sequences[1:])
+
+
+def test_grammar_that_gives_up_fails_its_own_row_and_says_why() -> None:
+    engine = noise_engine()
+    optional = " ".join(f"/b{i}/?" for i in range(400))  # more at once than `max_items_in_row`
+    explosive = GRAMMARS["bytes"].lark(f'start: "xy" {optional}', "x")
+    hostile, others = sequence(explosive), [sequence(None, 1, 20), sequence(None, 2, 20)]
+    for one in [others[0], hostile, others[1]]:
+        engine.submit(one)
+    run(engine)
+    assert hostile.finish_reason is FinishReason.ERROR
+    assert hostile.error is not None and "grammar cannot be followed" in hostile.error
+    assert [one.error for one in others] == [None, None]
+
+
+def test_step_without_constrained_rows_takes_no_thread() -> None:
+    worker = MaskWorker()
+    worker.start([sequence(None)])
+    assert worker.collect() == {}
+    assert worker._pool is None
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+G = GRAMMARS["bytes"]
+DEEP: Any = {}
+for _ in range(3000):
+    DEEP = {"items": DEEP}
+
+
+def chain(length: int) -> dict[str, Any]:
+    links = {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(length)}
+    return {"$defs": links | {str(length): {}}, "$ref": "#/$defs/0"}
+
+
+REFUSED: dict[str, tuple[Callable[[], Grammar], str]] = {
+    "keyword": (lambda: G.json_schema({"not": {}}, "x"), "'not' is not supported"),
+    "unknown keyword": (lambda: G.json_schema({"items": {"maxItem": 3}}, "x"), "'maxItem'"),
+    "options": (lambda: G.json_schema({"x-guidance": {"lenient": True}}, "x"), "'x-guidance'"),
+    "type": (lambda: G.json_schema({"type": "strin"}, "x"), "Invalid type: strin"),
+    "format": (lambda: G.json_schema({"format": "zzz"}, "x"), "Unknown format: zzz"),
+    "no object": (lambda: G.json_schema(True, "x"), "must be a JSON object"),
+    "contradiction": (
+        lambda: G.json_schema({"type": "integer", "minimum": 3, "maximum": 1}, "x"),
+        "Unsatisfiable schema",
+    ),
+    "itself": (lambda: G.json_schema({"$ref": "#"}, "x"), "nothing matches it"),
+    "remote": (lambda: G.json_schema({"$ref": "http://x/y"}, "x"), "http://x/y"),
+    "deep": (lambda: G.json_schema(DEEP, "x"), "nested more than 60 levels"),
+    "huge": (
+        lambda: G.json_schema({"properties": {f"p{i}": {} for i in range(5000)}}, "x"),
+        "at most 32768",
+    ),
+    "chain": (lambda: G.json_schema(chain(700), "x"), "at most 500"),
+    "patterns": (
+        lambda: G.json_schema({"allOf": [{"pattern": f"{i}"} for i in range(50)]}, "x"),
+        "at most 16",
+    ),
+    "multiple": (lambda: G.json_schema({"type": "integer", "multipleOf": 99999999}, "x"), "digits"),
+    "regex": (lambda: G.regex("(a", "x"), "unclosed group"),
+    "look-ahead": (lambda: G.regex("(?=a)b", "x"), "look-around"),
+    "long regex": (lambda: G.regex("a" * 5000, "x"), "at most 4096"),
+    "no match": (lambda: G.regex(r"[^\s\S]", "x"), "nothing matches it"),
+    "rule": (lambda: G.lark("start: foo", "x"), 'unknown name: "foo"'),
+    "control token": (lambda: G.lark("start: <|tool|>", "x"), "unknown special token"),
+    "schema in lark": (lambda: G.lark('start: %json {"a": 1}', "x"), "'a' is not supported"),
+    "broken schema in lark": (lambda: G.lark('start: %json {"a: 1}', "x"), "no JSON"),
+    "rules": (lambda: G.lark("start: A\n" + "A: B\n" * 2000, "x"), "1000 lines"),
+    "operators": (lambda: G.lark("start: A\nA: " + " & ".join(["/.*a.*/"] * 50), "x"), "of & and"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_kept_to_is_refused_quickly(name: str) -> None:
+    make, message = REFUSED[name]
+    started_at = time.process_time()
+    with pytest.raises(InvalidRequest) as refused:
+        make()
+    assert time.process_time() - started_at < 2
+    assert refused.value.param == "x"
+    assert refused.value.message.startswith("x: ")
+    assert message in refused.value.message
+
+
+HOSTILE: dict[str, Callable[[], Grammar]] = {
+    "nested counts": lambda: G.regex(r"(((\w{1,900}){1,900}){1,900}){1,900}", "x"),
+    "optional parts": lambda: G.regex("a?" * 2000 + "b", "x"),
+    "optional groups": lambda: G.regex("(a?b)?" * 600, "x"),
+    "ambiguous": lambda: G.lark(
+        'start: s\ns: s s | "a" | "b" s "c" | ' + "|".join("s " * i for i in range(2, 60)), "x"
+    ),
+    "doubling": lambda: G.lark(
+        "start: A0\n" + "".join(f"A{i}: A{i + 1} A{i + 1}\n" for i in range(30)) + 'A30: "x"', "x"
+    ),
+    "rules": lambda: G.lark(
+        "start: a0\n" + "".join(f"a{i}: a{i + 1}\n" for i in range(900)) + 'a900: "x"', "x"
+    ),
+    "references": lambda: G.json_schema(chain(490), "x"),
+    "properties": lambda: G.json_schema(
+        {"properties": {f"p{i}": {"maxLength": 30} for i in range(900)}}, "x"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_costly_grammar_is_refused_or_fails_alone_in_bounded_time(name: str) -> None:
+    started_at = time.process_time()
+    try:
+        [answer] = generate("bytes", HOSTILE[name](), count=1, max_tokens=30)
+    except InvalidRequest:
+        pass
+    else:
+        assert answer.is_finished
+    assert time.process_time() - started_at < 4
+
+
+# --- the default model ----------------------------------------------------------------------------
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "color": {"enum": ["red", "green", "blue"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 2},
+    },
+    "required": ["name", "age", "color", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.slow
+def test_hundred_of_hundred_answers_of_the_default_model_validate() -> None:
+    from app.model import OnnxModel
+
+    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(DEFAULT)
+    model = OnnxModel.load(DEFAULT, "cpu", num_threads=2)
+    cache = KVCache(model.spec.kv, 32, 256, model.device)
+    eos_ids = frozenset({0, 2})
+    engine = Engine(model, cache, Scheduler(32, 256, 64, eos_ids), Unobserved())
+    grammars = Grammars(tokenizer.backend_tokenizer, model.spec.vocab_size, eos_ids)
+    grammar = grammars.json_schema(PERSON, "x")
+    prompt = tokenizer.encode("A person as JSON:\n")
+    sequences = [
+        Sequence(
+            f"r{seed}",
+            list(prompt),
+            SamplingParams(max_tokens=200, temperature=1.0, seed=seed),
+            grammar.constraint(),
+        )
+        for seed in range(100)
+    ]
+    for one in sequences:
+        engine.submit(one)
+    run(engine)
+    assert {one.finish_reason for one in sequences} == {FinishReason.STOP}
+    validator = jsonschema_rs.validator_for(PERSON)
+    texts = [
+        tokenizer.decode([id_ for id_ in one.output_ids if id_ not in eos_ids]) for one in sequences
+    ]
+    assert sum(validator.is_valid(json.loads(text)) for text in texts) == 100
+    assert len({*texts}) > 90
+    assert isinstance(sequences[0].constraint, GrammarConstraint)
