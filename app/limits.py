@@ -85,17 +85,16 @@ def check_ids(ids: Iterable[int], vocab_size: int, name: str) -> None:
         )
 
 
-# Each can forbid what a grammar asks for, so that no token is left; or cuts its text short.
-_AGAINST_A_GRAMMAR = (
-    *("min_tokens", "ignore_eos", "allowed_token_ids", "banned_token_ids"),
-    *("stop", "stop_token_ids"),
-)
+# Each can forbid what a grammar asks for, so that no token is left,
+_AGAINST_A_GRAMMAR = ("min_tokens", "ignore_eos", "allowed_token_ids", "banned_token_ids")
+# or cuts its text short.
+_CUTS = ("stop", "stop_token_ids")
 
 
-def check_structure(fields: SamplingFields, structure: str) -> None:
+def check_structure(fields: SamplingFields, structure: str, *, is_free: bool = False) -> None:
     """Raises InvalidRequest for a field that a grammar cannot go with; `structure` is the field
-    that asks for one."""
-    for name in _AGAINST_A_GRAMMAR:
+    that asks for one. `is_free`: any text is an answer, too."""
+    for name in _AGAINST_A_GRAMMAR if is_free else (*_AGAINST_A_GRAMMAR, *_CUTS):
         if getattr(fields, name):
             raise InvalidRequest(f"{name}: cannot be given together with {structure}", param=name)
 

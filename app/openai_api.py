@@ -106,7 +106,8 @@ def _ask_completion(service: Service, asked: CompletionRequest) -> Ask:
 def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
     rendered = service.render(asked.template_messages, use)
     structure = asked.structure()
-    marker_ids = service.model.chat.marker_ids if use else {}
+    chat = service.model.chat
+    marker_ids = chat.marker_ids if use else {}
     if use is not None:
         if structure is not None:
             raise InvalidRequest(
@@ -114,9 +115,10 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
                 'tool_choice "none" leaves them out',
                 param="response_format",
             )
-        assert service.model.chat.tool_format is not None  # `render` has refused otherwise
-        grammar = tool_grammar(use, service.model.chat.tool_format, marker_ids)
-        structure = Structure("tools", "tools", grammar) if grammar is not None else None
+        assert chat.tool_format is not None  # `render` has refused otherwise
+        grammar = tool_grammar(use, chat.tool_format, marker_ids, chat.tag_ids)
+        if grammar is not None:
+            structure = Structure("tools", "tools", grammar, is_free=not use.is_forced)
     return Ask(
         g.request_id,
         g.arrived_at,

@@ -124,7 +124,7 @@ class Service:
 
     def _compile(self, fields: SamplingFields, structure: Structure) -> Callable[[], Constraint]:
         """Raises InvalidRequest for a grammar that cannot be compiled."""
-        check_structure(fields, structure.field)
+        check_structure(fields, structure.field, is_free=structure.is_free)
         grammars = self.model.grammars
         if grammars is None:
             raise InvalidRequest(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from .tools import Tool, ToolFormat, ToolUse
@@ -16,17 +17,24 @@ from .tools import Tool, ToolFormat, ToolUse
 # As json.dumps writes it, which is how templates show calls to the model.
 _OPTIONS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties"}
+_NONE: Mapping[str, int] = MappingProxyType({})
 _NOT_SCHEMAS = {"const", "enum", "default", "examples"}
 
 
-def tool_grammar(use: ToolUse, format_: ToolFormat, marker_ids: Mapping[str, int]) -> str | None:
+def tool_grammar(
+    use: ToolUse,
+    format_: ToolFormat,
+    marker_ids: Mapping[str, int],
+    tag_ids: Mapping[str, int] = _NONE,
+) -> str | None:
     """Lark text. A forced answer is one call, or one and more if they may be parallel. Else it is
     any text, in which what begins with the format's marker is a call.
 
     None where free text and a call begin alike (Llama's format) and no tool is strict.
-    `marker_ids` are those of the format's markers that are special tokens.
+    `marker_ids` are those of the format's markers that are special tokens, `tag_ids` of those that
+    are tokens as well, but text: where nothing else can come, llguidance would have them spelled.
     """
-    begin, end = (_marker(text, marker_ids) for text in (format_.begin, format_.end))
+    begin, end = (_marker(text, {**tag_ids, **marker_ids}) for text in (format_.begin, format_.end))
     lead = json.dumps(format_.lead) if format_.lead else ""
     rules = [f"call: %json {json.dumps(_schema(use, format_.arguments))}"]
     if format_.is_list:
@@ -45,6 +53,7 @@ def tool_grammar(use: ToolUse, format_: ToolFormat, marker_ids: Mapping[str, int
             return None
         rules[-1] = r"TEXT: /\s*([^{\s](?s:.*))?/"
         return "\n".join([r"start: TEXT | /\s*/ body", *rules])
+    begin = _marker(format_.begin, marker_ids)  # a tag as such would also be a part of the text
     # Lazy: the marker's last character ends the text, so none can run on over it.
     rules.append(f"head: TEXT {begin}" if is_token else f"head[lazy]: TEXT {begin}")
     calls = "(head body)* TEXT" if _repeats(use, format_) else "TEXT | head body"

@@ -80,12 +80,19 @@ class Told:
     def __init__(self, service: ToldService) -> None:
         self.service = service
         app = create_app(service)
+        self._flask = app.test_client()
         self.client = OpenAI(
             base_url="http://told/v1",
             api_key="none",
             max_retries=0,
             http_client=httpx2.Client(transport=httpx2.WSGITransport(app)),
         )
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        response = self._flask.post(path, json=body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.get_json()
+        return answer
 
     @property
     def model(self) -> ToldModel:
@@ -115,6 +122,17 @@ def failing_at(step: int) -> Callable[[StepPlan], None]:
 
     def fail(plan: StepPlan) -> None:
         if next(steps) == step:
+            raise RuntimeError("out of memory")
+
+    return fail
+
+
+def failing_after(event: threading.Event) -> Callable[[StepPlan], None]:
+    """Every step that decodes waits for it, and fails."""
+
+    def fail(plan: StepPlan) -> None:
+        if plan.decode:
+            assert event.wait(20)
             raise RuntimeError("out of memory")
 
     return fail

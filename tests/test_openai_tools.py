@@ -3,16 +3,18 @@ with chat templates that know tools, that know none, and in each format of calls
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import jsonschema_rs
 import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from .clients import MODEL, Told, failing_at, told, waiting_for
+from .clients import MODEL, Told, failing_after, failing_at, told, waiting_for
 
 ASK: list[Any] = [{"role": "user", "content": "the weather?"}]
 CITY = {
@@ -170,12 +172,137 @@ def test_streaming_helper_tells_of_arguments(qwen: Told) -> None:
     assert calls_of(final) == [("weather", ARGUMENTS)]
 
 
-# --- forced calls --------------------------------------------------------------------------------
+def test_template_without_tools_is_told_of_them_in_the_system_prompt() -> None:
+    body: dict[str, Any] = {"messages": ASK, "tools": TOOLS}
+    for name in ("chatml", "phi3-first"):
+        with told(name) as ready:
+            rendered = ready.post("/v1/chat/render", body)
+            ready.say("hail")
+            answer = ask(ready, tools=TOOLS)
+        for word in ("weather", "of a city", '"enum": ["utc", "cet"]', "<tool_call>"):
+            assert word in rendered["prompt"]
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == rendered["count"]
 
 
-class Days(BaseModel):
-    city: str
-    num_days: int
+# --- calls of a model that says anything ---------------------------------------------------------
+
+VALID = {
+    name: jsonschema_rs.validator_for(s) for name, s in {"weather": CITY, "time": TIME}.items()
+}
+
+
+def assert_valid(answer: Any, *, most: int | None = None) -> None:
+    """Every choice has calls and nothing else, and they fit their tools."""
+    for i, choice in enumerate(answer.choices):
+        calls = calls_of(answer, i)
+        assert (choice.finish_reason, choice.message.content or None) == ("tool_calls", None)
+        assert 0 < len(calls) <= (most or len(calls))
+        for name, arguments in calls:
+            VALID[name].validate(json.loads(arguments))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_required_call_is_one_and_fits_its_schema(
+    any_format: tuple[str, Told], strict: bool
+) -> None:
+    _, ready = any_format
+    ready.roll()
+    tools = [
+        tool(name, schema, strict=strict) for name, schema in zip(VALID, (CITY, TIME), strict=True)
+    ]
+    fields = {"tools": tools, "tool_choice": "required", "n": 12, "max_tokens": 600}
+    assert_valid(ask(ready, **fields, parallel_tool_calls=False), most=1)
+    assert_valid(finals(ready, **fields, parallel_tool_calls=False), most=1)
+
+
+def test_named_tool_is_the_one_that_is_called(any_format: tuple[str, Told]) -> None:
+    _, ready = any_format
+    ready.roll()
+    choice = {"type": "function", "function": {"name": "time"}}
+    answer = ask(ready, tools=TOOLS, tool_choice=choice, n=8)
+    assert_valid(answer, most=1)
+    assert {calls_of(answer, i)[0][0] for i in range(8)} == {"time"}
+
+
+def test_required_calls_may_be_several(qwen: Told) -> None:
+    qwen.roll()
+    answer = ask(qwen, tools=TOOLS[1:], tool_choice="required", n=24, max_tokens=2000)
+    whole = [choice for choice in answer.choices if choice.finish_reason == "tool_calls"]
+    assert len(whole) > 12
+    assert max(len(choice.message.tool_calls or ()) for choice in whole) > 1
+
+
+def test_required_call_that_is_cut_short_is_a_length(qwen: Told) -> None:
+    qwen.roll()
+    answer = ask(qwen, tools=TOOLS, tool_choice="required", max_tokens=12)
+    assert answer.choices[0].finish_reason == "length"
+    assert calls_of(answer) == []
+
+
+class Zone(BaseModel):
+    """Where the clock hangs."""
+
+    zone: Literal["utc", "cet"]
+    hours: Annotated[list[Literal[1, 2]], Field(max_length=2)]
+
+
+def test_pydantic_function_tool_is_parsed_into_its_model(any_format: tuple[str, Told]) -> None:
+    _, ready = any_format
+    ready.roll()
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "messages": ASK,
+        "tools": [openai.pydantic_function_tool(Zone)],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 600,
+    }
+    plain = ready.client.chat.completions.parse(**fields)
+    with ready.client.chat.completions.stream(**fields) as events:
+        streamed = events.get_final_completion()
+    for answer in (plain, streamed):
+        [call] = answer.choices[0].message.tool_calls or []
+        assert isinstance(call.function.parsed_arguments, Zone)
+        result: Any = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
+        fields["messages"] = [*ASK, answer.choices[0].message, result]
+        ready.client.chat.completions.parse(**fields)
+
+
+def test_tool_that_cannot_be_kept_to_is_refused_if_it_is_strict(qwen: Told) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    qwen.say("hail")
+    ask(qwen, tools=[tool("f", schema)])
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(qwen, tools=[tool("f", schema, strict=True)])
+    assert refused.value.param == "tools"
+    assert "uniqueItems" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stop": "x"}, "stop"),
+        ({"extra_body": {"min_tokens": 2}}, "min_tokens"),
+        ({"extra_body": {"ignore_eos": True}}, "ignore_eos"),
+    ],
+)
+def test_fields_against_a_forced_call_are_refused(
+    qwen: Told, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(qwen, tools=TOOLS, tool_choice="required", **fields)
+    assert refused.value.param == param
+
+
+def test_stop_string_ends_an_answer_that_need_not_be_a_call(qwen: Told) -> None:
+    qwen.say("hail and snow")
+    answer = ask(qwen, tools=TOOLS, stop="and")
+    assert answer.choices[0].message.content == "hail "
+    assert answer.choices[0].finish_reason == "stop"
+    qwen.say(SAID["qwen"])
+    answer = ask(qwen, tools=TOOLS, stop="nowhere")
+    assert calls_of(answer) == [("weather", ARGUMENTS)]
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -239,8 +366,11 @@ def test_time_that_is_over_before_the_first_token_is_a_504(qwen: Told) -> None:
 
 def test_failure_in_mid_stream_is_an_error_while_iterating(qwen: Told) -> None:
     qwen.say("it goes on and on")
-    qwen.model.change = failing_at(4)
-    chunks = qwen.client.chat.completions.create(model=MODEL, messages=ASK, stream=True)
+    first_is_read = threading.Event()
+    qwen.model.change = failing_after(first_is_read)
+    chunks = iter(qwen.client.chat.completions.create(model=MODEL, messages=ASK, stream=True))
+    next(chunks)
+    first_is_read.set()
     with pytest.raises(openai.APIError) as failed:
         list(chunks)
     assert (failed.value.code, failed.value.type) == ("model_failure", "server_error")
