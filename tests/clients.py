@@ -80,7 +80,7 @@ class Told:
     def __init__(self, service: ToldService) -> None:
         self.service = service
         app = create_app(service)
-        self._flask = app.test_client()
+        self.flask = app.test_client()
         self.client = OpenAI(
             base_url="http://told/v1",
             api_key="none",
@@ -89,7 +89,7 @@ class Told:
         )
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        response = self._flask.post(path, json=body)
+        response = self.flask.post(path, json=body)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.get_json()
         return answer

@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
 
 from app.text import TextCodec
 
@@ -513,3 +514,20 @@ def test_role_that_is_none_is_refused(client: OpenAI, role: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, messages=[{"role": role, "content": "a"}])
     assert refused.value.param == "messages[0].role"
+
+
+# --- structured answers (more of them: `test_openai_structured`) ---------------------------------
+
+
+class Tea(BaseModel):
+    kind: Literal["green", "black"]
+    cups: Literal[1, 2, 3]
+
+
+def test_hundred_of_hundred_answers_fit_their_schema(client: OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="phi", messages=ASK, response_format=Tea, n=100, temperature=1, max_tokens=100
+    )
+    parsed = [choice.message.parsed for choice in answer.choices]
+    assert all(isinstance(each, Tea) for each in parsed) and len(parsed) == 100
+    assert {each.kind for each in parsed if each} == {"green", "black"}
