@@ -116,13 +116,15 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
             )
         assert service.model.chat.tool_format is not None  # `render` has refused otherwise
         grammar = tool_grammar(use, service.model.chat.tool_format, marker_ids)
-        structure = Structure("tools", "lark", grammar) if grammar is not None else None
+        structure = Structure("tools", "tools", grammar) if grammar is not None else None
     return Ask(
         g.request_id,
         g.arrived_at,
         [rendered.token_ids],
         num_logprobs=asked.num_logprobs,
+        prompt_field="messages",
         max_tokens=asked.max_tokens or asked.max_completion_tokens,
+        max_tokens_field="max_completion_tokens" if asked.max_completion_tokens else "max_tokens",
         deadline_at=read_deadline(asked.timeout_ms, service.settings),
         structure=structure,
         visible_ids=frozenset(marker_ids.values()),

@@ -37,8 +37,10 @@ _ANNOTATIONS = {
 KEYWORDS = _MAPS | _LISTS | _SCHEMAS | _LEAVES | _ANNOTATIONS
 
 
-def prepare_schema(schema: Any) -> str:
-    """The schema as llguidance takes it, with our whitespace. Raises ValueError, saying why not."""
+def prepare_schema(schema: Any, options: dict[str, Any] | None = None) -> str:
+    """The schema as llguidance takes it, with our whitespace or other `options` of its own. Raises
+    ValueError, saying why not; if they are lenient, keywords that are not known are none of it."""
+    options = _OPTIONS if options is None else options
     _check_depth(schema)
     text = json.dumps(schema)
     if len(text) > MAX_SCHEMA_CHARS:
@@ -49,7 +51,7 @@ def prepare_schema(schema: Any) -> str:
         raise ValueError("a schema must be a JSON object")
     parts = list(_subschemas(schema))
     for part in parts:
-        _check_keywords(part)
+        _check_keywords(part, is_lenient=bool(options.get("lenient")))
     num_refs = sum("$ref" in part for part in parts)
     if num_refs > _MAX_REFS:
         raise ValueError(f"the schema has {num_refs} $ref, at most {_MAX_REFS} can be")
@@ -58,7 +60,7 @@ def prepare_schema(schema: Any) -> str:
         raise ValueError(
             f"the schema has {num_all_of} parts in allOf, at most {_MAX_ALL_OF} can be"
         )
-    return json.dumps(schema | {"x-guidance": _OPTIONS})
+    return json.dumps(schema | {"x-guidance": options})
 
 
 def _check_depth(value: Any) -> None:
@@ -90,8 +92,8 @@ def _subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield from _subschemas(child)
 
 
-def _check_keywords(schema: dict[str, Any]) -> None:
-    if unknown := sorted(schema.keys() - KEYWORDS):
+def _check_keywords(schema: dict[str, Any], *, is_lenient: bool) -> None:
+    if not is_lenient and (unknown := sorted(schema.keys() - KEYWORDS)):
         raise ValueError(
             f"the keyword {unknown[0]!r} is not supported; these are: {', '.join(sorted(KEYWORDS))}"
         )
