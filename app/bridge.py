@@ -118,8 +118,19 @@ class Bridge:
         return streams, arrival
 
     def off_hub(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Runs `function` on a native thread; the hub turns meanwhile."""
-        result: T = gevent.get_hub().threadpool.apply(function, arguments, options)
+        """Runs `function` on a native thread; the hub turns meanwhile. Raises what it raises."""
+        raised: list[Exception] = []
+
+        def run() -> T | None:
+            try:
+                return function(*arguments, **options)
+            except Exception as error:  # gevent's pool would print each refusal of a request
+                raised.append(error)
+                return None
+
+        result: T = gevent.get_hub().threadpool.apply(run)
+        if raised:
+            raise raised[0]
         return result
 
     def request_stop(self) -> None:
