@@ -91,8 +91,9 @@ def largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
     else:
         bound = np.partition(values, -k)[-k] if k < len(values) else -np.inf
     indices: NDArray[np.int64] = (values >= bound).nonzero()[0]
-    order = (-values[indices]).argsort(kind="stable")
-    return indices[order[:k]]
+    order: NDArray[np.int64] = (-values[indices]).argsort(kind="stable")[:k]
+    ranked: NDArray[np.int64] = indices[order]
+    return ranked
 
 
 def _weights(
@@ -145,8 +146,8 @@ def _nucleus(
     if len(kept) > num_kept:
         ties = kept[values[kept] == edge]
         kept = np.setdiff1d(kept, ties[num_kept - len(kept) :], assume_unique=True)
-    chosen: NDArray[np.int64] = likely[kept]
-    return chosen
+    nucleus: NDArray[np.int64] = likely[kept]
+    return nucleus
 
 
 def _inverse_cdf(weights: NDArray[Any], draw: float) -> int:

@@ -35,7 +35,7 @@ BENIGN = [
     "\x00\x7f",
     "a the " * 300,
 ]
-untimed = settings(deadline=None)
+untimed = settings(deadline=None, max_examples=30)
 every = pytest.mark.parametrize("name", [*NAMES, REAL])
 each = pytest.mark.parametrize("name", NAMES)
 
@@ -87,9 +87,7 @@ def test_many_turns_have_the_ids_of_transformers(name: str) -> None:
     assert_as_transformers(chat(name), turns(*(f"turn {i}\n" for i in range(101))))
 
 
-@pytest.mark.parametrize(
-    "name", ["phi3", "phi4", "mistral", "chatml", "llama31", "qwen", "default"]
-)
+@pytest.mark.parametrize("name", ["phi3", "phi4", "mistral", "chatml", "llama31", "qwen"])
 def test_system_message_has_the_ids_of_transformers(name: str) -> None:
     messages = [{"role": "system", "content": " be brief\n"}, *turns("hello", "hi", "bye")]
     assert_as_transformers(chat(name), messages)

@@ -178,7 +178,7 @@ PIECES = [
 
 
 @both
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(
     st.lists(st.sampled_from(PIECES), max_size=8).map("".join),
     st.lists(st.integers(0, 400), max_size=6),
@@ -193,7 +193,7 @@ def test_result_does_not_depend_on_how_the_text_is_cut(
 
 
 @both
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
 def test_text_without_a_call_comes_out_as_it_went_in(format_: ToolFormat, text: str) -> None:
     given_out = parsed(format_, [text])
