@@ -74,14 +74,15 @@ def send_whole(answer: Answer, frame: Callable[[Iterable[Indexed]], dict[str, An
 
 
 def send_stream(answer: Answer, frame: Callable[[Iterable[Indexed]], Iterator[bytes]]) -> Response:
-    """The status goes out with the first delta: a failure until then is still a real one."""
+    """The status goes out with the first delta, framed: a failure until then is a real one."""
     deltas = iter(answer)
     try:
-        deltas = itertools.chain([next(deltas)], deltas)
+        frames = frame(itertools.chain([next(deltas)], deltas))
+        frames = itertools.chain([next(frames)], frames)
     except BaseException:
         answer.abort()
         raise
-    response = Response(guarded(answer, frame(deltas)), headers=_SSE_HEADERS)
+    response = Response(guarded(answer, frames), headers=_SSE_HEADERS)
     response.call_on_close(answer.abort)  # also if nothing of it was ever asked for
     return response
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import gevent
 import numpy as np
@@ -17,32 +14,12 @@ from numpy.typing import NDArray
 from werkzeug.test import TestResponse
 
 from app.api import create_app
-from app.config import Settings
-from app.engine import Engine
 from app.sequence import StepPlan
-from app.service import Service
 from app.text import Detokenizer, TextCodec
 
-from .engines import STUB_VOCAB, StubModel, loaded_model, stub_answer, stub_engine
+from .engines import stub_answer
+from .services import StubService, events, read_slowly, running
 from .tiny_tokenizers import byte_level_tokenizer
-
-SETTINGS = Settings(
-    *(Path(), "127.0.0.1", 0, "cpu", False, False, 1, 4, 64, 8, 100_000, 0, (), "info")
-)
-
-
-class StubService(Service):
-    """The real service, with a stub engine where it would load a folder."""
-
-    stub: StubModel
-    eos_ids: tuple[int, ...] = ()
-
-    def _load(self) -> Engine:
-        engine, self.stub = stub_engine(eos_ids=self.eos_ids, observer=self.metrics)
-        codec = TextCodec(byte_level_tokenizer(), frozenset())
-        self._model = loaded_model("stub", codec, 64, STUB_VOCAB)
-        return engine
-
 
 # The stub's answer to the prompt "a", token by token.
 ANSWER = stub_answer(byte_level_tokenizer().encode("a"), 64)
@@ -50,35 +27,13 @@ ANSWER = stub_answer(byte_level_tokenizer().encode("a"), 64)
 
 @pytest.fixture
 def service(request: pytest.FixtureRequest) -> Iterator[StubService]:
-    service = StubService(SETTINGS)
-    service.eos_ids = getattr(request, "param", ())
-    service.bridge.start()
-    with gevent.Timeout(20):
-        while not service.bridge.is_ready:
-            gevent.sleep(0.001)
-    yield service
-    service.bridge.request_stop()
-    assert service.bridge.ended.wait(20)
+    with running(StubService(eos_ids=getattr(request, "param", ()))) as service:
+        yield service
 
 
 @pytest.fixture
 def client(service: StubService) -> FlaskClient:
     return create_app(service).test_client()
-
-
-def events(body: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line[6:]) for line in body.splitlines() if line]
-
-
-def read_slowly(client: FlaskClient, first_is_read: threading.Event, **body: Any) -> bytes:
-    """A stream's body; sets `first_is_read` once its first event is there."""
-    response = client.post("/generate", json={"stream": True, **body}, buffered=False)
-    assert response.status_code == 200
-    parts = iter(response.response)
-    first = next(parts)
-    assert isinstance(first, bytes)
-    first_is_read.set()
-    return first + b"".join(part for part in parts if isinstance(part, bytes))
 
 
 def failing_at(step: int) -> Callable[[StepPlan, object], None]:

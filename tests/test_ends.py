@@ -18,7 +18,7 @@ from app.service import Service
 from app.text import TextCodec
 
 from .engines import loaded_model, scripted_engine
-from .test_api import SETTINGS, events
+from .services import SETTINGS, events
 from .tiny_tokenizers import phi3_numbered_tokenizer
 
 END, ASSISTANT, ENDOFTEXT = 32007, 32001, 32000

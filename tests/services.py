@@ -1,0 +1,102 @@
+"""The whole service on a stub engine, in process, and what reads its answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import gevent
+from flask.testing import FlaskClient
+
+from app.config import Settings
+from app.engine import Engine
+from app.service import Service
+from app.text import TextCodec
+
+from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
+from .tiny_tokenizers import byte_level_tokenizer
+
+SETTINGS = Settings(
+    *(Path(), "127.0.0.1", 0, "cpu", False, False, 1, 4, 64, 8, 100_000, 0, (), "info")
+)
+CONTEXT = 64
+CODEC = TextCodec(byte_level_tokenizer(), frozenset())
+
+S = TypeVar("S", bound=Service)
+
+
+class StubService(Service):
+    """The real service, with a stub engine where it would load a folder."""
+
+    stub: StubModel
+
+    def __init__(self, settings: Settings = SETTINGS, **shape: Any) -> None:
+        """`shape` is `stub_engine`'s."""
+        super().__init__(settings)
+        self._shape = shape
+
+    def _load(self) -> Engine:
+        shape = {"max_model_len": CONTEXT} | self._shape
+        engine, self.stub = stub_engine(observer=self.metrics, **shape)
+        self._model = loaded_model("stub", CODEC, CONTEXT, STUB_VOCAB)
+        return engine
+
+    def is_idle(self) -> bool:
+        """By its own account: nothing waits, nothing runs."""
+        value = self.registry.get_sample_value
+        return not (
+            value("phi_serve_num_requests_running") or value("phi_serve_num_requests_waiting")
+        )
+
+
+@contextmanager
+def running(service: S) -> Iterator[S]:
+    """Ready inside, ended behind."""
+    service.bridge.start()
+    until(lambda: service.bridge.is_ready)
+    try:
+        yield service
+    finally:
+        service.bridge.request_stop()
+        assert service.bridge.ended.wait(20)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """On the hub, which turns meanwhile."""
+    with gevent.Timeout(20):
+        while not condition():
+            gevent.sleep(0.001)
+
+
+def hold_until(condition: Callable[[], object]) -> None:
+    """Likewise, on the engine thread."""
+    give_up_at = time.monotonic() + 5
+    while not condition() and time.monotonic() < give_up_at:
+        time.sleep(0.001)
+
+
+def events(body: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in body.splitlines() if line]
+
+
+def read_slowly(
+    client: FlaskClient,
+    first_is_read: threading.Event,
+    path: str = "/generate",
+    headers: dict[str, str] | None = None,
+    **body: Any,
+) -> bytes:
+    """A stream's body; sets `first_is_read` once its first event is there."""
+    payload = {"stream": True, **body}
+    response = client.post(path, json=payload, headers=headers, buffered=False)
+    assert response.status_code == 200
+    parts = iter(response.response)
+    first = next(parts)
+    assert isinstance(first, bytes)
+    first_is_read.set()
+    return first + b"".join(part for part in parts if isinstance(part, bytes))
