@@ -61,7 +61,7 @@ class Structure:
     """The form that an answer must have; `field` asks for it, and messages name it."""
 
     field: str
-    kind: Literal["json_schema", "regex", "lark"]
+    kind: Literal["json_schema", "regex", "lark", "tools"]
     source: Any  # a JSON schema, a regular expression, or a grammar
 
 

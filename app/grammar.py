@@ -144,18 +144,31 @@ class Grammars:
         its id, `<[5]>`."""
         if len(grammar) > MAX_LARK_CHARS:
             raise _too_long(param, len(grammar), MAX_LARK_CHARS)
+        return self._lark(grammar, param, has_options=False)
+
+    def tools(self, grammar: str, param: str) -> Grammar:
+        """What `tool_grammar` writes: Lark around the schemas of tools, with options of ours."""
+        return self._lark(grammar, param, has_options=True)
+
+    def _lark(self, grammar: str, param: str, *, has_options: bool) -> Grammar:
         try:
-            prepared = _prepare_lark(grammar)
+            prepared = _prepare_lark(grammar, has_options)
         except ValueError as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from None
-        return self._compile(LLMatcher.grammar_from_lark(prepared), param, _LARK_LIMITS)
+        # Ours are lenient where a tool is not strict: warnings tell what is not kept.
+        compiled = LLMatcher.grammar_from_lark(prepared)
+        return self._compile(compiled, param, _LARK_LIMITS, hears_warnings=not has_options)
 
-    def _compile(self, grammar: str, param: str, limits: dict[str, Any]) -> Grammar:
+    def _compile(
+        self, grammar: str, param: str, limits: dict[str, Any], *, hears_warnings: bool = True
+    ) -> Grammar:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits))
-        if not (problem := _problem(matcher)):
+        if not (problem := _problem(matcher, hears_warnings)):
             probe = matcher.deep_copy()
             mask = np.frombuffer(probe.compute_bitmask(), np.uint8)
-            problem = _problem(probe) or ("" if mask.any() else "nothing matches it")
+            problem = _problem(probe, hears_warnings) or (
+                "" if mask.any() else "nothing matches it"
+            )
         if problem:
             raise InvalidRequest(f"{param}: {problem}", param=param)
         return Grammar(matcher, (self._tokenizer.vocab_size + 31) // 32, self._eos_ids)
@@ -215,7 +228,7 @@ def _tokenizer_json(tokenizer: Tokenizer) -> str:
     return json.dumps(description)
 
 
-def _prepare_lark(grammar: str) -> str:
+def _prepare_lark(grammar: str, has_options: bool) -> str:
     """Embedded schemas are checked and get our whitespace. Raises ValueError."""
     pieces, at = [], 0
     for found in re.finditer(r"%json\s*(?=\{)", grammar):
@@ -225,7 +238,8 @@ def _prepare_lark(grammar: str) -> str:
             schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the schema behind %json is no JSON: {error}") from None
-        pieces += [grammar[at : found.start()], f"%json {prepare_schema(schema)}"]
+        prepared = prepare_schema(schema, has_options=has_options)
+        pieces += [grammar[at : found.start()], f"%json {prepared}"]
         at = end
     pieces.append(grammar[at:])
     rules = "".join(pieces[::2])
@@ -237,12 +251,12 @@ def _prepare_lark(grammar: str) -> str:
     return "".join(pieces)
 
 
-def _problem(matcher: LLMatcher) -> str:
+def _problem(matcher: LLMatcher, hears_warnings: bool) -> str:
     if matcher.is_error():
         error = matcher.get_error().replace("<non-verbose/>", "").strip()
         # A schema that only refers to itself, or a pattern without a match.
         return "nothing matches it" if error.startswith("NoExtension") else error[:1000]
-    return "; ".join(matcher.get_grammar_warnings())[:1000]
+    return "; ".join(matcher.get_grammar_warnings())[:1000] if hears_warnings else ""
 
 
 def _first_line(text: str) -> str:

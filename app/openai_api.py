@@ -116,7 +116,7 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
             )
         assert service.model.chat.tool_format is not None  # `render` has refused otherwise
         grammar = tool_grammar(use, service.model.chat.tool_format, marker_ids)
-        structure = Structure("tools", "lark", grammar) if grammar is not None else None
+        structure = Structure("tools", "tools", grammar) if grammar is not None else None
     return Ask(
         g.request_id,
         g.arrived_at,

@@ -19,7 +19,7 @@ _MAX_MULTIPLE = 10_000
 
 # A blank between tokens, or a new line with its indentation: a model that is unsure could write
 # blanks until its tokens are over.
-_OPTIONS = {"whitespace_pattern": r"( |\n {0,16})"}
+_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n {0,16})"}
 
 _MAPS = {"properties", "patternProperties", "$defs", "definitions"}
 _LISTS = {"prefixItems", "anyOf", "oneOf", "allOf"}
@@ -37,8 +37,12 @@ _ANNOTATIONS = {
 KEYWORDS = _MAPS | _LISTS | _SCHEMAS | _LEAVES | _ANNOTATIONS
 
 
-def prepare_schema(schema: Any) -> str:
-    """The schema as llguidance takes it, with our whitespace. Raises ValueError, saying why not."""
+def prepare_schema(schema: Any, *, has_options: bool = False) -> str:
+    """The schema as llguidance takes it, with our whitespace. Raises ValueError, saying why not.
+
+    `has_options`: it is one of ours, around those of tools, with `x-guidance` of its own; if that
+    is lenient, keywords that cannot be kept are ignored.
+    """
     _check_depth(schema)
     text = json.dumps(schema)
     if len(text) > MAX_SCHEMA_CHARS:
@@ -47,9 +51,15 @@ def prepare_schema(schema: Any) -> str:
         )
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
+    options = _OPTIONS
+    if has_options:
+        options = schema["x-guidance"]
+        schema = {key: value for key, value in schema.items() if key != "x-guidance"}
     parts = list(_subschemas(schema))
     for part in parts:
-        _check_keywords(part)
+        if not options.get("lenient"):
+            _check_keywords(part)
+        _check_multiple(part)
     num_refs = sum("$ref" in part for part in parts)
     if num_refs > _MAX_REFS:
         raise ValueError(f"the schema has {num_refs} $ref, at most {_MAX_REFS} can be")
@@ -58,7 +68,7 @@ def prepare_schema(schema: Any) -> str:
         raise ValueError(
             f"the schema has {num_all_of} parts in allOf, at most {_MAX_ALL_OF} can be"
         )
-    return json.dumps(schema | {"x-guidance": _OPTIONS})
+    return json.dumps(schema | {"x-guidance": options})
 
 
 def _check_depth(value: Any) -> None:
@@ -95,6 +105,9 @@ def _check_keywords(schema: dict[str, Any]) -> None:
         raise ValueError(
             f"the keyword {unknown[0]!r} is not supported; these are: {', '.join(sorted(KEYWORDS))}"
         )
+
+
+def _check_multiple(schema: dict[str, Any]) -> None:
     multiple = schema.get("multipleOf", 1)
     digits = re.sub(r"\D|e.*", "", str(multiple))
     if not isinstance(multiple, int | float) or "e" in str(multiple) or int(digits) > _MAX_MULTIPLE:

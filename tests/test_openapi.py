@@ -22,7 +22,7 @@ from app.routes import ROUTES, Route
 from app.service import Service
 
 from .live import ROOT
-from .test_api import SETTINGS
+from .services import SETTINGS
 
 DOCUMENT = build_document()
 ANSWERED_BY_FLASK = {"HEAD", "OPTIONS"}
