@@ -5,7 +5,6 @@ from __future__ import annotations
 from flask import Blueprint, Response, g
 
 from . import generate_replies
-from .errors import InvalidRequest
 from .generate_requests import (
     DEFAULT_MAX_TOKENS,
     DetokenizeRequest,
@@ -53,8 +52,6 @@ def generate_routes(service: Service) -> Blueprint:
 
 def _ask(service: Service, asked: GenerateRequest) -> Ask:
     prompt_ids = service.encode(asked.prompt, parse_special=asked.parse_special)
-    if not prompt_ids:
-        raise InvalidRequest("prompt: it has no tokens", param="prompt")
     return Ask(
         g.request_id,
         g.arrived_at,

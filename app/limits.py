@@ -24,6 +24,8 @@ def resolve_max_tokens(
 
     Raises PromptTooLong or InvalidRequest, with the numbers, if prompt and answer do not fit.
     """
+    if num_prompt < 1:  # a tokenizer may drop what it does not know
+        raise InvalidRequest("prompt: it has no tokens", param="prompt")
     room = max_model_len - num_prompt
     if room < 1:
         raise PromptTooLong(num_prompt, max_model_len)

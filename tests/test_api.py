@@ -186,15 +186,6 @@ def test_fault_in_the_detokenizer_is_one_error_event_and_frees_the_row(
             gevent.sleep(0.001)
 
 
-def test_prompt_without_tokens_is_refused(
-    service: StubService, client: FlaskClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A tokenizer may drop what it does not know."""
-    monkeypatch.setattr(TextCodec, "encode", lambda *_, **__: [])
-    response = client.post("/generate", json={"prompt": "a"})
-    assert (response.status_code, response.get_json()["error"]["param"]) == (400, "prompt")
-
-
 def test_long_prompt_is_tokenized_off_the_hub(
     service: StubService, client: FlaskClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

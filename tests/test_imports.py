@@ -84,7 +84,7 @@ OWN: dict[str, set[str]] = {
     },
     "http": {"completion", "config", "errors", "limits", "protocol", "replies"},
     "generate_api": {
-        *{"errors", "generate_replies", "generate_requests", "http", "limits", "service"},
+        *{"generate_replies", "generate_requests", "http", "limits", "service"},
     },
     "openai_api": {
         *{"errors", "fields", "http", "limits", "openai_replies", "openai_requests", "service"},
