@@ -26,7 +26,9 @@ def generate_routes(service: Service) -> Blueprint:
         answer = service.submit(asked, _ask(service, asked))
         if asked.stream:
             return send_stream(
-                answer, lambda deltas: generate_replies.events(answer, deltas, codec, name)
+                answer,
+                lambda deltas: generate_replies.events(answer, deltas, codec, name),
+                service.metrics.rejected,
             )
         return send_whole(
             answer, lambda deltas: generate_replies.result(answer, deltas, codec, name)
@@ -44,7 +46,7 @@ def generate_routes(service: Service) -> Blueprint:
     @routes.post("/detokenize")
     def detokenize() -> Response:
         asked = read_request(DetokenizeRequest, service.settings)
-        check_ids(asked.tokens, service.model.codec.vocab_size, "tokens")
+        check_ids(asked.tokens, service.model.vocab_size, "tokens")
         return json_response({"prompt": service.model.codec.decode(asked.tokens)})
 
     return routes

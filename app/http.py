@@ -73,8 +73,13 @@ def send_whole(answer: Answer, frame: Callable[[Iterable[Indexed]], dict[str, An
         answer.abort()  # nothing to do but after a failure
 
 
-def send_stream(answer: Answer, frame: Callable[[Iterable[Indexed]], Iterator[bytes]]) -> Response:
-    """The status goes out with the first delta, framed: a failure until then is a real one."""
+def send_stream(
+    answer: Answer,
+    frame: Callable[[Iterable[Indexed]], Iterator[bytes]],
+    count: Callable[[str], None],
+) -> Response:
+    """The status goes out with the first delta, framed: a failure until then is a real one. One
+    behind it is an event, and `count` hears its code."""
     deltas = iter(answer)
     try:
         frames = frame(itertools.chain([next(deltas)], deltas))
@@ -82,7 +87,7 @@ def send_stream(answer: Answer, frame: Callable[[Iterable[Indexed]], Iterator[by
     except BaseException:
         answer.abort()
         raise
-    response = Response(guarded(answer, frames), headers=_SSE_HEADERS)
+    response = Response(guarded(answer, frames, count), headers=_SSE_HEADERS)
     response.call_on_close(answer.abort)  # also if nothing of it was ever asked for
     return response
 

@@ -11,7 +11,7 @@ from .errors import InvalidRequest, PromptTooLong
 if TYPE_CHECKING:
     from .fields import SamplingFields
 
-_DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 # Of one request, some 100 bytes each in its answer: 8,192 tokens with 20 beside each fit.
 MAX_LOGPROB_ENTRIES = 200_000
@@ -123,7 +123,7 @@ def deadline(
 
 def _seconds(header: str) -> float:
     # float() alone would take "nan", "1_0" and other scripts' digits.
-    seconds = float(header) if _DECIMAL.fullmatch(header.strip()) else 0.0
+    seconds = float(header) if DECIMAL.fullmatch(header.strip()) else 0.0
     if seconds < 0.001:
         raise InvalidRequest(
             f"X-Request-Timeout: {header!r:.40} is not a number of seconds, at least 0.001",

@@ -32,7 +32,9 @@ def openai_routes(service: Service) -> Blueprint:
         asked = read_request(CompletionRequest, service.settings)
         _check_model(service, asked.model)
         answer = service.submit(asked, _ask_completion(service, asked))
-        return _send(asked, CompletionReply(answer, service.model.codec, _name(service, asked)))
+        return _send(
+            service, asked, CompletionReply(answer, service.model.codec, _name(service, asked))
+        )
 
     @routes.post("/chat/completions")
     def chat_completions() -> Response:
@@ -42,7 +44,7 @@ def openai_routes(service: Service) -> Blueprint:
         answer = service.submit(asked, _ask_chat(service, asked, use))
         parsers = [_tool_parser(service, use) for _ in answer.completions] if use else None
         codec, name = service.model.codec, _name(service, asked)
-        return _send(asked, ChatReply(answer, codec, name, parsers))
+        return _send(service, asked, ChatReply(answer, codec, name, parsers))
 
     @routes.post("/chat/render")
     def chat_render() -> Response:
@@ -71,10 +73,12 @@ def openai_routes(service: Service) -> Blueprint:
     return routes
 
 
-def _send(asked: OpenAIFields, reply: Reply) -> Response:
+def _send(service: Service, asked: OpenAIFields, reply: Reply) -> Response:
     if asked.stream:
         return send_stream(
-            reply.answer, lambda deltas: reply.chunks(deltas, includes_usage=asked.includes_usage)
+            reply.answer,
+            lambda deltas: reply.chunks(deltas, includes_usage=asked.includes_usage),
+            service.metrics.rejected,
         )
     return send_whole(reply.answer, reply.whole)
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator
-from itertools import accumulate, chain
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 
-from .replies import event, logprobs, timings, token_object, usage
+from .replies import event, logprobs, timings, usage
 from .sequence import FinishReason
 
 if TYPE_CHECKING:
@@ -94,6 +95,19 @@ class Reply(ABC):
         return {"timings": timings(self.answer), "request_id": self.answer.request_id}
 
 
+class _Offsets:
+    """Where in the text of all tokens each of them begins, in characters."""
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")(errors="replace")
+        self._num_chars = 0
+
+    def of_next(self, spelled: bytes) -> int:
+        offset = self._num_chars
+        self._num_chars += len(self._decoder.decode(spelled))
+        return offset
+
+
 class CompletionReply(Reply):
     """An answer of `/v1/completions`."""
 
@@ -103,7 +117,7 @@ class CompletionReply(Reply):
 
     def __init__(self, answer: Answer, codec: TextCodec, model: str) -> None:
         super().__init__(answer, codec, model)
-        self._offsets = [0] * len(answer.completions)  # characters of the tokens told so far
+        self._offsets = [_Offsets() for _ in answer.completions]
 
     def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
         return {
@@ -114,24 +128,27 @@ class CompletionReply(Reply):
 
     def _lists(self, index: int, delta: Delta) -> dict[str, Any]:
         """The older form of log-probabilities: four lists beside each other."""
-        chosen = [
-            token_object(token.id, token.logprobs.logprob, self._codec) for token in delta.tokens
-        ]
-        names = [each["token"] for each in chosen]
-        ends = [*accumulate(map(len, names), initial=self._offsets[index])]
-        self._offsets[index] = ends.pop()
         return {
-            "tokens": names,
-            "token_logprobs": [each["logprob"] for each in chosen],
+            "tokens": [self._name(token.id) for token in delta.tokens],
+            "token_logprobs": [token.logprobs.logprob for token in delta.tokens],
             "top_logprobs": [self._top(token) for token in delta.tokens],
-            "text_offset": ends,
+            "text_offset": [
+                self._offsets[index].of_next(self._codec.spell(token.id)) for token in delta.tokens
+            ],
         }
 
     def _top(self, token: Token) -> orjson.Fragment:
         """With the chosen token, as OpenAI does: there may be one more than was asked for."""
         pairs = [*token.logprobs.top, (token.id, token.logprobs.logprob)]
-        objects = [token_object(id_, logprob, self._codec) for id_, logprob in pairs]
-        return orjson.Fragment(orjson.dumps({each["token"]: each["logprob"] for each in objects}))
+        return orjson.Fragment(orjson.dumps({self._name(id_): value for id_, value in pairs}))
+
+    def _name(self, token_id: int) -> str:
+        """A token's text; one that is half a character, as OpenAI writes it: `bytes:\\xc3`."""
+        spelled = self._codec.spell(token_id)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
     def _join(self, chunks: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from .http import REQUEST_ID
+from .limits import DECIMAL
 from .responses import ErrorReply
 from .routes import JSON, ROUTES, Route
 
@@ -71,7 +72,7 @@ _PARAMETERS: Json = {
         "in": "header",
         "description": "seconds, at least 0.001, from the request's arrival to the end of its "
         "answer, at most the server's MAX_TIMEOUT_MS; the shorter of this and timeout_ms counts",
-        "schema": {"type": "number", "minimum": 0.001, "maximum": 1_000_000_000},
+        "schema": {"type": "string", "pattern": f"^{DECIMAL.pattern}$"},
     },
     "Model": {
         "name": "name",

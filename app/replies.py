@@ -4,7 +4,7 @@ how a stream of events ends."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -62,11 +62,11 @@ def logprobs(tokens: Iterable[Token], codec: TextCodec) -> list[orjson.Fragment]
 
 
 def _entry(token: Token, codec: TextCodec) -> dict[str, Any]:
-    top = [token_object(id_, logprob, codec) for id_, logprob in token.logprobs.top]
-    return token_object(token.id, token.logprobs.logprob, codec) | {"top_logprobs": top}
+    top = [_token_object(id_, logprob, codec) for id_, logprob in token.logprobs.top]
+    return _token_object(token.id, token.logprobs.logprob, codec) | {"top_logprobs": top}
 
 
-def token_object(id_: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
+def _token_object(id_: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
     """A token, as OpenAI's log-probabilities show it, and its id."""
     spelled = codec.spell(id_)
     return {
@@ -82,17 +82,24 @@ def event(fields: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(fields) + b"\n\n"
 
 
-def guarded(answer: Answer, frames: Iterator[bytes]) -> Iterator[bytes]:
+def guarded(
+    answer: Answer, frames: Iterator[bytes], count: Callable[[str], None]
+) -> Iterator[bytes]:
     """A stream's frames, and one error event if they fail: the status has been sent by then.
 
-    However it ends, also when the client has left, no choice runs on.
+    `count` hears the error's code. However it ends, also when the client has left, no choice runs
+    on.
     """
     try:
         yield from frames
-    except ServeError as error:
-        yield event(error.body())
-    except Exception:
-        log.exception("request %s failed in mid-stream", answer.request_id)
-        yield event(ServeError("the server failed on this request").body())
+    except Exception as error:
+        told = error if isinstance(error, ServeError) else _unforeseen(answer)
+        count(told.code)
+        yield event(told.body())
     finally:
         answer.abort()
+
+
+def _unforeseen(answer: Answer) -> ServeError:
+    log.exception("request %s failed in mid-stream", answer.request_id)
+    return ServeError("the server failed on this request")

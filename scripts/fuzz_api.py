@@ -172,7 +172,8 @@ def fit(body: Any, model: str) -> None:
     structures = [
         name for name in ("response_format", "regex", "grammar") if body.get(name) is not None
     ]
-    for name in structures[1:] + (list(AGAINST_A_GRAMMAR) if structures else []):
+    is_held = structures or body.get("tools")
+    for name in structures[1:] + (list(AGAINST_A_GRAMMAR) if is_held else []):
         body.pop(name, None)
     if body.get("timeout_ms") is not None:
         body["timeout_ms"] = 60_000
@@ -181,6 +182,11 @@ def fit(body: Any, model: str) -> None:
         body.pop("best_of", None)
     if not body.get("stream"):
         body.pop("stream_options", None)
+    for message in body.get("messages", ()):
+        for call in message.get("tool_calls") or ():
+            call["function"]["arguments"] = "{}"
+        if message["role"] == "assistant" and not message.get("tool_calls"):
+            message["content"] = message.get("content") or "a"
     if not body.get("logprobs"):
         body.pop("top_logprobs", None)
     if not body.get("tools") or isinstance(body.get("tool_choice"), dict):

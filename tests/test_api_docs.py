@@ -156,7 +156,10 @@ def test_python_example_runs_and_prints_what_its_comments_say(
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = program.replace(f"http://{ADDRESS}", server.url)
-        exec(compile(code, "docs/api.md", "exec", dont_inherit=True), {"__name__": "example"})
+        names: dict[str, Any] = {}
+        exec(compile(code, "docs/api.md", "exec", dont_inherit=True), names)
+    if "client" in names:
+        names["client"].close()
     for said in re.findall(r"print\(.*  # (.+)$", program, re.M):
         assert all(part in printed.getvalue() for part in said.split("…"))
     assert printed.getvalue().strip()

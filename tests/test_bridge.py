@@ -10,7 +10,7 @@ import pytest
 
 from app.bridge import Bridge, State, TokenStream
 from app.engine import Engine
-from app.errors import NotReady
+from app.errors import InvalidRequest, NotReady
 from app.sequence import Advance, FinishReason, Sequence
 
 from .engines import StubModel, greedy, stub_answer, stub_engine
@@ -216,3 +216,19 @@ def test_stop_aborts_open_streams(started: Started) -> None:
     wait_until(lambda: bool(stream.take()))
     bridge.request_stop()
     assert advances_of(stream)[-1].finish_reason is FinishReason.ABORT
+
+
+def test_refusal_made_off_the_hub_is_raised_and_not_printed(
+    started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gevent's pool prints the trace of whatever is raised in it."""
+    bridge, _ = started()
+
+    def refuse() -> None:
+        raise InvalidRequest("no")
+
+    with pytest.raises(InvalidRequest):
+        bridge.off_hub(refuse)
+    gevent.sleep(0)
+    assert bridge.off_hub(threading.get_ident) != threading.get_ident()
+    assert capsys.readouterr().err == ""

@@ -72,7 +72,7 @@ OWN: dict[str, set[str]] = {
     "openai_replies": {"completion", "replies", "sequence", "text", "tool_calls"},
     "responses": set(),
     "routes": {"generate_requests", "openai_requests", "responses"},
-    "openapi": {"http", "responses", "routes"},
+    "openapi": {"http", "limits", "responses", "routes"},
     "docs_page": {"http", "openapi"},
     "loading": {
         *{"chat", "config", "engine", "errors", "grammar", "graph", "kv_cache", "machine", "model"},

@@ -86,7 +86,7 @@ def test_failure_ends_the_chunks_without_done_and_without_usage(
     answer: Any = StubAnswer()
     reply = CompletionReply(answer, CODEC, "phi")
     frames = reply.chunks(FailingDeltas(DELTAS[:num_deltas]), includes_usage=includes_usage)
-    *told, last = messages(guarded(answer, frames))
+    *told, last = messages(guarded(answer, frames, lambda code: None))
     assert [chunk["choices"][0]["text"] for chunk in told] == ["a", " b"][:num_deltas]
     assert last.keys() == {"error"}
     assert answer.num_aborts == 1
@@ -103,13 +103,13 @@ def with_logprobs() -> list[tuple[int, Delta]]:
 
 def test_logprobs_are_four_lists_of_one_length() -> None:
     told = whole(with_logprobs(), StubAnswer(num_logprobs=1))["choices"][0]["logprobs"]
-    assert told["tokens"] == ["a", "\ufffd", "\ufffd", "b"]
+    assert told["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "b"]
     assert told["token_logprobs"] == [0.0, -0.25, -0.5, -0.75]
     assert told["top_logprobs"] == [
         {token: logprob}
         for token, logprob in zip(told["tokens"], told["token_logprobs"], strict=True)
     ]
-    assert told["text_offset"] == [0, 1, 2, 3]
+    assert told["text_offset"] == [0, 1, 1, 2]
 
 
 def test_logprobs_of_the_chunks_join_to_those_of_the_whole() -> None:

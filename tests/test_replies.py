@@ -89,17 +89,20 @@ def test_failure_midway_becomes_one_error_event_at_the_end(
 ) -> None:
     answer: Any = StubAnswer()
     deltas = FailingDeltas(of_one([Delta("a")] * num_deltas), error)
-    frames = guarded(answer, (event({"text": delta.text}) for _, delta in deltas))
+    counted: list[str] = []
+    frames = (event({"text": delta.text}) for _, delta in deltas)
+    frames = guarded(answer, frames, counted.append)
     *told, last = messages(frames)
     assert told == [{"text": "a"}] * num_deltas
     assert (last["error"]["code"], last["error"]["type"]) == (code, "server_error")
     assert "secret" not in str(last)
+    assert counted == [code]
     assert answer.num_aborts == 1
 
 
 def test_client_that_leaves_early_aborts_the_answer() -> None:
     answer: Any = StubAnswer()
-    frames: Any = guarded(answer, iter([b"one", b"two"]))
+    frames: Any = guarded(answer, iter([b"one", b"two"]), lambda code: None)
     next(frames)
     assert answer.num_aborts == 0
     frames.close()
