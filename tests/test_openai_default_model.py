@@ -52,7 +52,10 @@ def client() -> Iterator[OpenAI]:
 def test_chat(client: OpenAI) -> None:
     completion = client.chat.completions.create(
         model=MODEL,
-        messages=[{"role": "user", "content": "What is the capital of France?"}],
+        messages=[
+            {"role": "system", "content": "Answer in one sentence."},
+            {"role": "user", "content": "What is the capital of France?"},
+        ],
         temperature=0,
         max_completion_tokens=32,
     )
