@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
 
 import gevent
 import gevent.event
@@ -118,20 +118,18 @@ class Bridge:
         return streams, arrival
 
     def off_hub(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Runs `function` on a native thread; the hub turns meanwhile. Raises what it raises."""
-        raised: list[Exception] = []
+        """Runs `function` on a native thread; the hub turns meanwhile."""
 
-        def run() -> T | None:
+        def run() -> tuple[T | None, BaseException | None]:
             try:
-                return function(*arguments, **options)
-            except Exception as error:  # gevent's pool would print each refusal of a request
-                raised.append(error)
-                return None
+                return function(*arguments, **options), None
+            except BaseException as error:  # gevent would print it, a client's mistake or not
+                return None, error
 
-        result: T = gevent.get_hub().threadpool.apply(run)
-        if raised:
-            raise raised[0]
-        return result
+        result, error = gevent.get_hub().threadpool.apply(run)
+        if error is not None:
+            raise error
+        return cast(T, result)
 
     def request_stop(self) -> None:
         """Ends the engine thread after its current step; `ended` tells when it has.

@@ -50,11 +50,11 @@ class InvalidRequest(ServeError):
 class PromptTooLong(InvalidRequest):
     code = "context_length_exceeded"
 
-    def __init__(self, num_tokens: int, max_model_len: int) -> None:
+    def __init__(self, num_tokens: int, max_model_len: int, param: str = "prompt") -> None:
         super().__init__(
-            f"prompt: {num_tokens} tokens leave no room for an answer in the context of "
+            f"{param}: {num_tokens} tokens leave no room for an answer in the context of "
             f"{max_model_len} tokens; at most {max_model_len - 1} fit",
-            param="prompt",
+            param=param,
         )
 
 

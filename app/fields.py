@@ -62,7 +62,7 @@ class Structure:
 
     field: str
     kind: Literal["json_schema", "regex", "lark", "tools"]
-    source: Any  # a JSON schema, a regular expression, or a grammar
+    source: Any  # a JSON schema, a regular expression, or a grammar, of `tool_grammar` for tools
 
 
 ResponseFormat = Annotated[

@@ -42,6 +42,7 @@ _LIMITS = {
 # Rules written by hand can be ambiguous, and then a step's time grows with the square of its items.
 _LARK_LIMITS = _LIMITS | {"step_max_items": 4000, "max_items_in_row": 300}
 
+_TAG = re.compile(r"<[!-~]+>$")
 _BYTE_DECODER = {
     "type": "Sequence",
     "decoders": [
@@ -144,31 +145,33 @@ class Grammars:
         its id, `<[5]>`."""
         if len(grammar) > MAX_LARK_CHARS:
             raise _too_long(param, len(grammar), MAX_LARK_CHARS)
-        return self._lark(grammar, param, has_options=False)
-
-    def tools(self, grammar: str, param: str) -> Grammar:
-        """What `tool_grammar` writes: Lark around the schemas of tools, with options of ours."""
-        return self._lark(grammar, param, has_options=True)
-
-    def _lark(self, grammar: str, param: str, *, has_options: bool) -> Grammar:
         try:
-            prepared = _prepare_lark(grammar, has_options)
+            prepared = _prepare_lark(grammar)
         except ValueError as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from None
-        # Ours are lenient where a tool is not strict: warnings tell what is not kept.
-        compiled = LLMatcher.grammar_from_lark(prepared)
-        return self._compile(compiled, param, _LARK_LIMITS, hears_warnings=not has_options)
+        return self._compile(LLMatcher.grammar_from_lark(prepared), param, _LARK_LIMITS)
+
+    def tools(self, grammar: str, param: str) -> Grammar:
+        """What `tool_grammar` writes: Lark whose embedded schema says itself how it is read, in
+        its `x-guidance`. Where that is leniently, what cannot be kept to is left out."""
+        if len(grammar) > MAX_LARK_CHARS:
+            raise _too_long(param, len(grammar), MAX_LARK_CHARS)
+        try:
+            prepared = _prepare_lark(grammar, has_options=True)
+        except ValueError as error:
+            raise InvalidRequest(f"{param}: {error}", param=param) from None
+        lark = LLMatcher.grammar_from_lark(prepared)
+        return self._compile(lark, param, _LARK_LIMITS, warns=False)
 
     def _compile(
-        self, grammar: str, param: str, limits: dict[str, Any], *, hears_warnings: bool = True
+        self, grammar: str, param: str, limits: dict[str, Any], *, warns: bool = True
     ) -> Grammar:
+        """Without `warns`, only what is no grammar is refused."""
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits))
-        if not (problem := _problem(matcher, hears_warnings)):
+        if not (problem := _problem(matcher, warns)):
             probe = matcher.deep_copy()
             mask = np.frombuffer(probe.compute_bitmask(), np.uint8)
-            problem = _problem(probe, hears_warnings) or (
-                "" if mask.any() else "nothing matches it"
-            )
+            problem = _problem(probe, warns) or ("" if mask.any() else "nothing matches it")
         if problem:
             raise InvalidRequest(f"{param}: {problem}", param=param)
         return Grammar(matcher, (self._tokenizer.vocab_size + 31) // 32, self._eos_ids)
@@ -221,15 +224,25 @@ class MaskWorker:
 
 
 def _tokenizer_json(tokenizer: Tokenizer) -> str:
-    """llguidance infers from the decoder how tokens stand for bytes, and knows no Metaspace."""
+    """llguidance infers from the decoder how tokens stand for bytes, and knows no Metaspace. It
+    takes every added token in angle brackets for a special one, which no text can hold; those that
+    are not (`<tool_call>` in Qwen's tokenizers) it knows as text if the vocabulary has them."""
     description = json.loads(tokenizer.to_str())
     if (description["decoder"] or {}).get("type") == "Metaspace":
         description["decoder"] = _BYTE_DECODER
+    vocabulary, added = description["model"]["vocab"], description["added_tokens"]
+    if isinstance(vocabulary, dict):
+        # All of them: what is added and not in the vocabulary is numbered anew.
+        vocabulary |= {token["content"]: token["id"] for token in added}
+        description["added_tokens"] = [
+            token for token in added if token["special"] or not _TAG.match(token["content"])
+        ]
     return json.dumps(description)
 
 
-def _prepare_lark(grammar: str, has_options: bool) -> str:
-    """Embedded schemas are checked and get our whitespace. Raises ValueError."""
+def _prepare_lark(grammar: str, *, has_options: bool = False) -> str:
+    """Embedded schemas are checked and get our whitespace, or else, with `has_options`, keep their
+    own `x-guidance`. Raises ValueError."""
     pieces, at = [], 0
     for found in re.finditer(r"%json\s*(?=\{)", grammar):
         if found.start() < at:  # written in the schema before
@@ -238,8 +251,8 @@ def _prepare_lark(grammar: str, has_options: bool) -> str:
             schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the schema behind %json is no JSON: {error}") from None
-        prepared = prepare_schema(schema, has_options=has_options)
-        pieces += [grammar[at : found.start()], f"%json {prepared}"]
+        options = schema.pop("x-guidance") if has_options else None
+        pieces += [grammar[at : found.start()], f"%json {prepare_schema(schema, options)}"]
         at = end
     pieces.append(grammar[at:])
     rules = "".join(pieces[::2])
@@ -251,12 +264,12 @@ def _prepare_lark(grammar: str, has_options: bool) -> str:
     return "".join(pieces)
 
 
-def _problem(matcher: LLMatcher, hears_warnings: bool) -> str:
+def _problem(matcher: LLMatcher, warns: bool) -> str:
     if matcher.is_error():
         error = matcher.get_error().replace("<non-verbose/>", "").strip()
         # A schema that only refers to itself, or a pattern without a match.
         return "nothing matches it" if error.startswith("NoExtension") else error[:1000]
-    return "; ".join(matcher.get_grammar_warnings())[:1000] if hears_warnings else ""
+    return "; ".join(matcher.get_grammar_warnings())[:1000] if warns else ""
 
 
 def _first_line(text: str) -> str:

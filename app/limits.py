@@ -18,24 +18,31 @@ MAX_LOGPROB_ENTRIES = 200_000
 
 
 def resolve_max_tokens(
-    asked: int | None, default: int | None, num_prompt: int, max_model_len: int
+    asked: int | None,
+    default: int | None,
+    num_prompt: int,
+    max_model_len: int,
+    *,
+    prompt_field: str = "prompt",
+    max_tokens_field: str = "max_tokens",
 ) -> int:
     """How many tokens an answer may have; a default gives way to the context's end.
 
-    Raises PromptTooLong or InvalidRequest, with the numbers, if prompt and answer do not fit.
+    Raises PromptTooLong or InvalidRequest, with the numbers and the field as the request names it,
+    if prompt and answer do not fit.
     """
     if num_prompt < 1:  # a tokenizer may drop what it does not know
         raise InvalidRequest("prompt: it has no tokens", param="prompt")
     room = max_model_len - num_prompt
     if room < 1:
-        raise PromptTooLong(num_prompt, max_model_len)
+        raise PromptTooLong(num_prompt, max_model_len, prompt_field)
     if asked is None:
         return room if default is None else min(default, room)
     if asked > room:
         raise InvalidRequest(
-            f"max_tokens: {asked} is too much; the context of {max_model_len} tokens less the "
-            f"prompt of {num_prompt} leaves {room}",
-            param="max_tokens",
+            f"{max_tokens_field}: {asked} is too much; the context of {max_model_len} tokens less "
+            f"the prompt of {num_prompt} leaves {room}",
+            param=max_tokens_field,
         )
     return asked
 

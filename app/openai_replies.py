@@ -66,8 +66,10 @@ class Reply(ABC):
         for index, delta in deltas:
             num_running -= delta.finish_reason is not None
             tail = self._tail() if num_running == 0 else {}
-            choice = {"index": index} | self._chunk(index, delta)
-            yield event(head | {"choices": [choice]} | unused | tail)
+            *earlier, last = self._split(self._chunk(index, delta))
+            for choice in earlier:
+                yield event(head | {"choices": [{"index": index} | choice]} | unused)
+            yield event(head | {"choices": [{"index": index} | last]} | unused | tail)
         if includes_usage:
             yield event(head | {"choices": [], "usage": usage(self.answer)})
         yield DONE
@@ -83,6 +85,10 @@ class Reply(ABC):
     def _opening(self) -> Iterator[dict[str, Any]]:
         """What a stream sends of each choice before its first delta."""
         yield from ()
+
+    def _split(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks of a stream that one becomes."""
+        return [chunk]
 
     def _tail(self) -> dict[str, Any]:
         return {"timings": timings(self.answer), "request_id": self.answer.request_id}
@@ -152,6 +158,12 @@ class ChatReply(Reply):
     def _opening(self) -> Iterator[dict[str, Any]]:
         opening = {"role": "assistant", "content": "", "refusal": None}
         yield {"delta": opening, "logprobs": None, "finish_reason": None}
+
+    def _split(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
+        """The end comes alone, as OpenAI's does: its client misses calls that come with it."""
+        if chunk["finish_reason"] is None or not chunk["delta"]:
+            return [chunk]
+        return [chunk | {"finish_reason": None}, chunk | {"delta": {}, "logprobs": None}]
 
     def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
         first = self._num_calls[index]

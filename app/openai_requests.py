@@ -104,15 +104,22 @@ class TextPart(Strict):
 Content = str | Annotated[list[TextPart], Field(min_length=1)]
 
 
+# What the client library's stream and parse helpers add to a message, a second time and read: the
+# message is taken as it is appended, and this left out.
+_Added = Annotated[Any, Field(exclude=True)]
+
+
 class CalledFunction(Strict):
     name: _Name
     arguments: str
+    parsed_arguments: _Added = None
 
 
 class CalledTool(Strict):
     id: str
     type: Literal["function"]
     function: CalledFunction
+    index: _Added = None
 
 
 class _Message(Strict):
@@ -141,6 +148,7 @@ class AssistantMessage(_Message):
     role: Literal["assistant"]
     content: Content | None = None
     tool_calls: list[CalledTool] | None = Field(None, min_length=1)
+    parsed: _Added = None
     # As the client library returns them, where they are empty.
     refusal: None = None
     audio: None = None

@@ -19,7 +19,7 @@ _MAX_MULTIPLE = 10_000
 
 # A blank between tokens, or a new line with its indentation: a model that is unsure could write
 # blanks until its tokens are over.
-_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n {0,16})"}
+_OPTIONS = {"whitespace_pattern": r"( |\n {0,16})"}
 
 _MAPS = {"properties", "patternProperties", "$defs", "definitions"}
 _LISTS = {"prefixItems", "anyOf", "oneOf", "allOf"}
@@ -37,12 +37,10 @@ _ANNOTATIONS = {
 KEYWORDS = _MAPS | _LISTS | _SCHEMAS | _LEAVES | _ANNOTATIONS
 
 
-def prepare_schema(schema: Any, *, has_options: bool = False) -> str:
-    """The schema as llguidance takes it, with our whitespace. Raises ValueError, saying why not.
-
-    `has_options`: it is one of ours, around those of tools, with `x-guidance` of its own; if that
-    is lenient, keywords that cannot be kept are ignored.
-    """
+def prepare_schema(schema: Any, options: dict[str, Any] | None = None) -> str:
+    """The schema as llguidance takes it, with our whitespace or other `options` of its own. Raises
+    ValueError, saying why not; if they are lenient, keywords that are not known are none of it."""
+    options = _OPTIONS if options is None else options
     _check_depth(schema)
     text = json.dumps(schema)
     if len(text) > MAX_SCHEMA_CHARS:
@@ -51,15 +49,9 @@ def prepare_schema(schema: Any, *, has_options: bool = False) -> str:
         )
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
-    options = _OPTIONS
-    if has_options:
-        options = schema["x-guidance"]
-        schema = {key: value for key, value in schema.items() if key != "x-guidance"}
     parts = list(_subschemas(schema))
     for part in parts:
-        if not options.get("lenient"):
-            _check_keywords(part)
-        _check_multiple(part)
+        _check_keywords(part, is_lenient=bool(options.get("lenient")))
     num_refs = sum("$ref" in part for part in parts)
     if num_refs > _MAX_REFS:
         raise ValueError(f"the schema has {num_refs} $ref, at most {_MAX_REFS} can be")
@@ -100,14 +92,11 @@ def _subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield from _subschemas(child)
 
 
-def _check_keywords(schema: dict[str, Any]) -> None:
-    if unknown := sorted(schema.keys() - KEYWORDS):
+def _check_keywords(schema: dict[str, Any], *, is_lenient: bool) -> None:
+    if not is_lenient and (unknown := sorted(schema.keys() - KEYWORDS)):
         raise ValueError(
             f"the keyword {unknown[0]!r} is not supported; these are: {', '.join(sorted(KEYWORDS))}"
         )
-
-
-def _check_multiple(schema: dict[str, Any]) -> None:
     multiple = schema.get("multipleOf", 1)
     digits = re.sub(r"\D|e.*", "", str(multiple))
     if not isinstance(multiple, int | float) or "e" in str(multiple) or int(digits) > _MAX_MULTIPLE:

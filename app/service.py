@@ -54,7 +54,9 @@ class Ask:
     arrived_at: float  # of `time.monotonic`
     prompts: list[list[int]]
     num_logprobs: int | None = None
+    prompt_field: str = "prompt"  # what the request calls it, for errors
     max_tokens: int | None = None  # if the request gives it
+    max_tokens_field: str = "max_tokens"  # likewise
     default_max_tokens: int | None = None  # None: what the context leaves
     deadline_at: float | None = None
     structure: Structure | None = None
@@ -146,7 +148,12 @@ class Service:
         constrain: Callable[[], Constraint] | None,
     ) -> list[Sequence]:
         max_tokens = resolve_max_tokens(
-            ask.max_tokens, ask.default_max_tokens, len(prompt_ids), self.model.max_model_len
+            ask.max_tokens,
+            ask.default_max_tokens,
+            len(prompt_ids),
+            self.model.max_model_len,
+            prompt_field=ask.prompt_field,
+            max_tokens_field=ask.max_tokens_field,
         )
         check_min_tokens(fields.min_tokens, max_tokens)
         check_logprobs(len(ask.prompts) * fields.num_choices, max_tokens, ask.num_logprobs)

@@ -11,6 +11,8 @@ import pytest
 from app.errors import InvalidRequest, PromptTooLong
 from app.generate_requests import DEFAULT_MAX_TOKENS, GenerateRequest
 from app.limits import (
+    MAX_LOGPROB_ENTRIES,
+    check_logprobs,
     check_min_tokens,
     check_structure,
     check_token_ids,
@@ -82,6 +84,20 @@ def test_min_tokens_may_be_all_of_the_answer_and_no_more() -> None:
     check_min_tokens(5, 5)
     with pytest.raises(InvalidRequest, match="min_tokens: 6 is more than the 5 tokens"):
         check_min_tokens(6, 5)
+
+
+@pytest.mark.parametrize(
+    ("num_choices", "num_logprobs"), [(1, 0), (2, 0), (1, 1), (5, 19), (128, 20)]
+)
+def test_log_probabilities_of_a_request_are_bounded_altogether(
+    num_choices: int, num_logprobs: int
+) -> None:
+    most = MAX_LOGPROB_ENTRIES // (num_choices * (num_logprobs + 1))
+    check_logprobs(num_choices, most, num_logprobs)
+    check_logprobs(num_choices, most + 1, None)
+    with pytest.raises(InvalidRequest, match=str(MAX_LOGPROB_ENTRIES)) as raised:
+        check_logprobs(num_choices, most + 1, num_logprobs)
+    assert raised.value.param == "logprobs"
 
 
 @pytest.mark.parametrize(

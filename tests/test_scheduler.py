@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from app.sampler import Sampled
 from app.scheduler import Scheduler
-from app.sequence import FinishReason, Move, Sequence, StepPlan
+from app.sequence import FinishReason, Move, SamplingParams, Sequence, StepPlan
 
-from .engines import greedy
+from .engines import greedy, run, stub_engine
 
 
 def scheduler_with(num_decoding: int, max_batch_size: int = 8) -> tuple[Scheduler, list[Sequence]]:
@@ -103,3 +104,60 @@ def test_idle_scheduler_plans_nothing() -> None:
     scheduler = Scheduler(4, 200, 50, frozenset())
     assert scheduler.is_idle
     assert scheduler.plan().is_empty
+
+
+@pytest.mark.parametrize("num_before", [0, 2, 5])
+@pytest.mark.parametrize(
+    "reason", [FinishReason.STOP, FinishReason.TIMEOUT, FinishReason.ABORT], ids=str
+)
+def test_sequence_that_the_hub_ends_takes_no_further_step(
+    reason: FinishReason, num_before: int
+) -> None:
+    """Waiting, reading its prompt or decoding."""
+    engine, model = stub_engine(prefill_chunk=2)
+    sequence = greedy("a", [1, 2, 3, 4, 5], 50)
+    engine.submit(sequence)
+    for _ in range(num_before):
+        engine.step()
+    sequence.ended_by = reason
+    advances = run(engine)
+    assert [(a.token_id, a.finish_reason) for a in advances] == [(None, reason)]
+    assert (sequence.finish_reason, len(model.plans)) == (reason, num_before)
+
+
+@pytest.mark.parametrize(
+    ("ignore_eos", "stop_token_ids", "ends"),
+    [(False, (), {3}), (False, (4,), {3, 4}), (True, (), set()), (True, (4,), {4})],
+)
+def test_ends_are_the_models_and_the_requests(
+    ignore_eos: bool, stop_token_ids: tuple[int, ...], ends: set[int]
+) -> None:
+    scheduler = Scheduler(4, 100, 50, frozenset({3}))
+    params = SamplingParams(9, ignore_eos=ignore_eos, stop_token_ids=frozenset(stop_token_ids))
+    sequence = Sequence("a", [1], params)
+    scheduler.add(sequence)
+    assert sequence.end_ids == ends
+
+
+class Countdown:
+    """A constraint that is complete after so many tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.accepted: list[int] = []
+        self._num_tokens = num_tokens
+
+    def accept(self, token_id: int) -> None:
+        self.accepted.append(token_id)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.accepted) >= self._num_tokens
+
+
+def test_grammar_hears_of_every_token_and_ends_the_answer_when_it_is_complete() -> None:
+    scheduler, [sequence] = scheduler_with(1)
+    sequence.constraint = constraint = Countdown(3)  # type: ignore[assignment]
+    while not sequence.is_finished:
+        step(scheduler)
+    assert constraint.accepted == [1, 1, 1]
+    assert sequence.finish_reason is FinishReason.STOP

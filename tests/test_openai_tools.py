@@ -1,0 +1,275 @@
+"""Tools, and what goes wrong, through OpenAI's own client, on a model that says what it is told:
+with chat templates that know tools, that know none, and in each format of calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
+
+from .clients import MODEL, Told, failing_at, told, waiting_for
+
+ASK: list[Any] = [{"role": "user", "content": "the weather?"}]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TIME = {"type": "object", "properties": {"zone": {"enum": ["utc", "cet"]}}, "required": ["zone"]}
+
+
+def tool(name: str, parameters: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+TOOLS: list[Any] = [tool("weather", CITY, description="of a city"), tool("time", TIME)]
+WEATHER = '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}'
+TIME_CALL = '{"name": "time", "arguments": {"zone": "cet"}}'
+ARGUMENTS = '{"city": "Rome", "days": 2}'
+# How each template's model writes that call.
+SAID = {
+    "qwen": f"<tool_call>\n{WEATHER}\n</tool_call>",
+    "chatml": f"<tool_call>\n{WEATHER}\n</tool_call>",
+    "phi3-first": f"<tool_call>\n{WEATHER}\n</tool_call>",
+    "phi4": f"<|tool_call|>[{WEATHER}]<|/tool_call|>",
+    "mistral": f"[TOOL_CALLS][{WEATHER}]",
+    "llama31": WEATHER.replace("arguments", "parameters"),
+}
+
+
+@pytest.fixture(scope="module", params=SAID)
+def any_format(request: pytest.FixtureRequest) -> Iterator[tuple[str, Told]]:
+    with told(request.param) as ready:
+        yield request.param, ready
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Iterator[Told]:
+    with told("qwen") as ready:
+        yield ready
+
+
+@pytest.fixture(autouse=True)
+def unchanged(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "qwen" in request.fixturenames:
+        request.getfixturevalue("qwen").model.change = lambda plan: None
+
+
+def ask(ready: Told, **fields: Any) -> ChatCompletion:
+    fields = {"model": MODEL, "messages": ASK, "max_tokens": 300} | fields
+    answer: ChatCompletion = ready.client.chat.completions.create(**fields)
+    ChatCompletion.model_validate(answer.to_dict())
+    return answer
+
+
+def stream(ready: Told, **fields: Any) -> list[ChatCompletionChunk]:
+    fields = {"model": MODEL, "messages": ASK, "max_tokens": 300, "stream": True} | fields
+    chunks = list(ready.client.chat.completions.create(**fields))
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.to_dict())
+    return chunks
+
+
+def calls_of(answer: ChatCompletion, choice: int = 0) -> list[tuple[str, str]]:
+    calls = answer.choices[choice].message.tool_calls or []
+    return [(call.function.name, call.function.arguments) for call in calls]  # type: ignore[union-attr]
+
+
+def finals(ready: Told, **fields: Any) -> Any:
+    """The same as a stream, as the client's helper puts it together."""
+    fields = {"model": MODEL, "messages": ASK, "max_tokens": 300} | fields
+    with ready.client.chat.completions.stream(**fields) as events:
+        return events.until_done().current_completion_snapshot
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+def test_call_in_the_format_of_the_model_is_a_tool_call(any_format: tuple[str, Told]) -> None:
+    name, ready = any_format
+    ready.say(SAID[name])
+    answer = ask(ready, tools=TOOLS)
+    [choice] = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert calls_of(answer) == [("weather", ARGUMENTS)]
+    assert choice.message.tool_calls is not None
+    assert choice.message.tool_calls[0].id.startswith("call_")
+
+
+def test_streamed_call_accumulates_to_the_plain_one(any_format: tuple[str, Told]) -> None:
+    name, ready = any_format
+    ready.say(SAID[name])
+    snapshot = finals(ready, tools=TOOLS)
+    assert calls_of(snapshot) == [("weather", ARGUMENTS)]
+    assert snapshot.choices[0].finish_reason == "tool_calls"
+    assert not snapshot.choices[0].message.content
+
+
+def test_result_of_a_call_goes_into_the_next_request(any_format: tuple[str, Told]) -> None:
+    """Messages of a plain answer and of a stream, as the client gives them."""
+    name, ready = any_format
+    for asked in (ask, finals):
+        ready.say(SAID[name])
+        message = asked(ready, tools=TOOLS).choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "hail"}
+        ready.say("there will be hail")
+        answer = ask(ready, tools=TOOLS, messages=[*ASK, message, result])
+        said = answer.choices[0].message
+        assert (said.content or "").strip() == "there will be hail"
+        assert (said.tool_calls, answer.choices[0].finish_reason) == (None, "stop")
+
+
+def test_text_in_front_of_calls_stays_and_calls_are_numbered(qwen: Told) -> None:
+    calls = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in (WEATHER, TIME_CALL))
+    qwen.say(f"let me see\n{calls}")
+    plain, streamed = ask(qwen, tools=TOOLS), finals(qwen, tools=TOOLS)
+    for answer in (plain, streamed):
+        assert answer.choices[0].message.content == "let me see"
+        assert calls_of(answer) == [("weather", ARGUMENTS), ("time", '{"zone": "cet"}')]
+    assert len({call.id for call in plain.choices[0].message.tool_calls or []}) == 2
+
+
+def test_every_choice_has_calls_of_its_own(qwen: Told) -> None:
+    qwen.say(SAID["qwen"])
+    for answer in (ask(qwen, tools=TOOLS, n=2), finals(qwen, tools=TOOLS, n=2)):
+        assert [calls_of(answer, i) for i in range(2)] == [[("weather", ARGUMENTS)]] * 2
+        ids = {c.message.tool_calls[0].id for c in answer.choices if c.message.tool_calls}
+        assert len(ids) == 2
+
+
+def test_without_tools_a_call_is_text(qwen: Told) -> None:
+    qwen.say(SAID["qwen"])
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        answer = ask(qwen, **fields)
+        assert answer.choices[0].message.content == SAID["qwen"]
+        assert (calls_of(answer), answer.choices[0].finish_reason) == ([], "stop")
+
+
+def test_call_that_is_cut_short_is_text_and_a_length(qwen: Told) -> None:
+    qwen.say(SAID["qwen"])
+    answer = ask(qwen, tools=TOOLS, max_tokens=30)
+    assert answer.choices[0].finish_reason == "length"
+    assert SAID["qwen"].startswith(answer.choices[0].message.content or "-")
+
+
+def test_streaming_helper_tells_of_arguments(qwen: Told) -> None:
+    qwen.say(SAID["qwen"])
+    with qwen.client.chat.completions.stream(
+        model=MODEL, messages=ASK, tools=[{**TOOLS[0]}]
+    ) as events:
+        done = [e for e in events if e.type == "tool_calls.function.arguments.done"]
+        final = events.get_final_completion()
+    assert [(event.name, event.arguments) for event in done] == [("weather", ARGUMENTS)]
+    assert calls_of(final) == [("weather", ARGUMENTS)]
+
+
+# --- forced calls --------------------------------------------------------------------------------
+
+
+class Days(BaseModel):
+    city: str
+    num_days: int
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": []}, "tools"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name"),
+        ({"tools": [tool("a b", {})]}, "tools[0].function.name"),
+        ({"tools": [tool("f", {"type": "string"})]}, "tools[0].function.parameters"),
+        ({"tools": [tool("f", {}, strictly=True)]}, "tools[0].function.strictly"),
+        ({"tools": TOOLS * 65}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+        ),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_wrong_tools_are_refused_by_name(qwen: Told, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(qwen, **fields)
+    assert refused.value.param == param
+
+
+def test_calls_of_a_conversation_are_checked(qwen: Told) -> None:
+    for arguments in ("[]", "{", "1"):
+        function = {"name": "weather", "arguments": arguments}
+        call = {"id": "c1", "type": "function", "function": function}
+        messages = [*ASK, {"role": "assistant", "tool_calls": [call]}]
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(qwen, messages=messages)
+        assert refused.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
+def test_tools_of_a_template_with_unknown_calls_are_refused() -> None:
+    with told("unknown") as ready, pytest.raises(openai.BadRequestError) as refused:
+        ask(ready, tools=TOOLS)
+    assert refused.value.param == "tools"
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_time_that_is_over_before_the_first_token_is_a_504(qwen: Told) -> None:
+    qwen.say("too late")
+    told_so = threading.Event()
+    qwen.model.change = waiting_for(told_so)
+    try:
+        for asked in (ask, stream):
+            with pytest.raises(openai.InternalServerError) as refused:
+                asked(qwen, extra_body={"timeout_ms": 20})
+            assert (refused.value.status_code, refused.value.code) == (504, "deadline_exceeded")
+    finally:
+        told_so.set()
+
+
+def test_failure_in_mid_stream_is_an_error_while_iterating(qwen: Told) -> None:
+    qwen.say("it goes on and on")
+    qwen.model.change = failing_at(4)
+    chunks = qwen.client.chat.completions.create(model=MODEL, messages=ASK, stream=True)
+    with pytest.raises(openai.APIError) as failed:
+        list(chunks)
+    assert (failed.value.code, failed.value.type) == ("model_failure", "server_error")
+
+
+def test_failure_before_the_first_token_is_one_that_the_client_repeats(qwen: Told) -> None:
+    qwen.say("at last")
+    for fields in ({}, {"stream": True}):
+        qwen.model.change = failing_at(0)
+        with pytest.raises(openai.InternalServerError) as failed:
+            qwen.client.chat.completions.create(model=MODEL, messages=ASK, **fields)
+        assert failed.value.code == "model_failure"
+    qwen.model.change = failing_at(0)
+    again = qwen.client.with_options(max_retries=1)
+    answer = again.chat.completions.create(model=MODEL, messages=ASK)
+    assert answer.choices[0].message.content == "at last"
+
+
+def test_stream_that_is_closed_ends_its_answer(qwen: Told) -> None:
+    qwen.roll()
+    registry, name = qwen.service.registry, "phi_serve_request_success_total"
+
+    def aborted() -> float:
+        return registry.get_sample_value(name, {"finish_reason": "abort"}) or 0
+
+    before = aborted()
+    with qwen.client.chat.completions.create(
+        model=MODEL, messages=ASK, stream=True, extra_body={"ignore_eos": True}
+    ) as chunks:
+        next(iter(chunks))
+    ask(qwen, max_tokens=1)  # a step later
+    assert aborted() == before + 1
