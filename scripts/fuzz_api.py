@@ -1,6 +1,7 @@
 """Send generated requests to every route of a running server; hold each answer against its schema.
 
-    python scripts/fuzz_api.py --url http://127.0.0.1:8080 [--max-examples 40] [--seed N]
+    python scripts/fuzz_api.py --url http://127.0.0.1:8080 [--max-examples 40] [--seed N] \\
+        [--json FILE]
 
 Reads /openapi.json and lets schemathesis make requests of it, for each route: its own list of
 borderline cases, then up to --max-examples random valid requests and as many invalid ones. Most
@@ -20,7 +21,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import click
@@ -75,7 +78,7 @@ def fuzz(schema: Any, max_examples: int, seed: int, session: Any = None) -> Tall
         can_stream = "text/event-stream" in str(operation.definition.raw["responses"])
 
         def send(case: Any, counter: Counter[int] = counter, can_stream: bool = can_stream) -> None:
-            shorten(case.body)
+            shorten(case.body, can_stream)
             if case.method.upper() != case.operation.method.upper() and case.headers:
                 case.headers.pop("X-Request-Id", None)  # a wrong one goes before a wrong method
             if case.meta.generation.mode.is_positive and counter.total() % FITTED:
@@ -140,17 +143,17 @@ def wrong_with(case: Any, response: Any) -> Iterator[tuple[str, str]]:
             yield failure.title, f"{case.as_curl_command()}\n{failure}\n{response.text:.400}"
 
 
-def shorten(body: Any) -> None:
+def shorten(body: Any, generates: bool) -> None:
     """In place: what is valid stays valid, but asks for little."""
     if not isinstance(body, dict):
         return
-    for name, most in (("n", 2), ("best_of", 2), ("min_tokens", MAX_TOKENS)):
-        if type(body.get(name)) is int and body[name] > most:
-            body[name] = most
-    limits = [name for name in ("max_tokens", "max_completion_tokens") if name in body]
-    for name in limits:
-        if type(body[name]) is int and body[name] > MAX_TOKENS:
-            body[name] = MAX_TOKENS
+    limits = ("max_tokens", "max_completion_tokens")
+    if generates and all(body.get(name) is None for name in limits):
+        body["max_tokens"] = MAX_TOKENS
+    most = {"n": 2, "best_of": 2, "min_tokens": MAX_TOKENS} | dict.fromkeys(limits, MAX_TOKENS)
+    for name, limit in most.items():
+        if type(body.get(name)) is int and body[name] > limit:
+            body[name] = limit
 
 
 def fit(body: Any, model: str) -> None:
@@ -213,7 +216,8 @@ def report(tally: Tally) -> None:
 @click.option("--url", required=True, help="Of the server, as http://127.0.0.1:8080.")
 @click.option("--max-examples", default=40, show_default=True, type=click.IntRange(1))
 @click.option("--seed", default=1, show_default=True, help="Of the random requests.")
-def main(url: str, max_examples: int, seed: int) -> None:
+@click.option("--json", "file", type=click.Path(path_type=Path), help="Write the last line here.")
+def main(url: str, max_examples: int, seed: int, file: Path | None) -> None:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     with requests.Session() as session:
         tally = fuzz(schema, max_examples, seed, session)
@@ -221,6 +225,9 @@ def main(url: str, max_examples: int, seed: int) -> None:
     by_route = {label: dict(sorted(c.items())) for label, c in tally.statuses.items()}
     statuses = sum(tally.statuses.values(), Counter())
     summary = {
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "model": requests.get(f"{url}/info", timeout=10).json()["model"],
+        "max_examples": max_examples,
         "requests": tally.num_requests,
         "server_errors": sum(n for status, n in statuses.items() if 500 <= status != 504),
         "deadlines": statuses[504],
@@ -228,6 +235,8 @@ def main(url: str, max_examples: int, seed: int) -> None:
         "seed": seed,
         "by_route": by_route,
     }
+    if file is not None:
+        file.write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps(summary))
     sys.exit(1 if tally.failures else 0)
 

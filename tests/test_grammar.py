@@ -467,3 +467,17 @@ def test_hundred_of_hundred_answers_of_the_default_model_validate() -> None:
     assert sum(validator.is_valid(json.loads(text)) for text in texts) == 100
     assert len({*texts}) > 90
     assert isinstance(sequences[0].constraint, GrammarConstraint)
+
+
+def test_schemas_of_tools_keep_their_options_and_their_bounds() -> None:
+    """What is not strict ignores keywords that cannot be kept; users' grammars cannot ask that."""
+    loose = {"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}
+    strict = loose | {"x-guidance": {"lenient": False}}
+    deep = '{"x-guidance": {"lenient": true}' + ', "items": {"type": "array"' * 70 + "}" * 71
+    G.tools(f"start: %json {json.dumps(loose)}", "tools")
+    with pytest.raises(InvalidRequest, match="tools: the keyword 'uniqueItems'"):
+        G.tools(f"start: %json {json.dumps(strict)}", "tools")
+    with pytest.raises(InvalidRequest, match="tools: the schema is nested"):
+        G.tools(f"start: %json {deep}", "tools")
+    with pytest.raises(InvalidRequest, match="x: the keyword 'x-guidance'"):
+        G.lark('start: %json {"x-guidance": {"lenient": true}}', "x")
