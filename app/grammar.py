@@ -26,6 +26,7 @@ Masks = dict[int, NDArray[np.uint32]]  # row -> a bit per token, the lowest of e
 
 MAX_REGEX_CHARS = 4096
 MAX_LARK_CHARS = 32_768
+MAX_TOOLS_CHARS = 131_072  # of all tools together: 128 usual ones have 40,000
 _MAX_LARK_LINES = 1000  # a chain of some thousand rules overflows llguidance's stack
 _MAX_LARK_OPERATORS = 16  # of & and ~: fifty take ten seconds and 650 MB
 
@@ -154,8 +155,8 @@ class Grammars:
     def tools(self, grammar: str, param: str) -> Grammar:
         """What `tool_grammar` writes: Lark whose embedded schema says itself how it is read, in
         its `x-guidance`. Where that is leniently, what cannot be kept to is left out."""
-        if len(grammar) > MAX_LARK_CHARS:
-            raise _too_long(param, len(grammar), MAX_LARK_CHARS)
+        if len(grammar) > MAX_TOOLS_CHARS:
+            raise _too_long(param, len(grammar), MAX_TOOLS_CHARS)
         try:
             prepared = _prepare_lark(grammar, has_options=True)
         except ValueError as error:
@@ -251,8 +252,12 @@ def _prepare_lark(grammar: str, *, has_options: bool = False) -> str:
             schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the schema behind %json is no JSON: {error}") from None
-        options = schema.pop("x-guidance") if has_options else None
-        pieces += [grammar[at : found.start()], f"%json {prepare_schema(schema, options)}"]
+        if has_options:
+            options = schema.pop("x-guidance")
+            prepared = prepare_schema(schema, options, MAX_TOOLS_CHARS)
+        else:
+            prepared = prepare_schema(schema)
+        pieces += [grammar[at : found.start()], f"%json {prepared}"]
         at = end
     pieces.append(grammar[at:])
     rules = "".join(pieces[::2])

@@ -37,21 +37,25 @@ _ANNOTATIONS = {
 KEYWORDS = _MAPS | _LISTS | _SCHEMAS | _LEAVES | _ANNOTATIONS
 
 
-def prepare_schema(schema: Any, options: dict[str, Any] | None = None) -> str:
+def prepare_schema(
+    schema: Any, options: dict[str, Any] | None = None, max_chars: int = MAX_SCHEMA_CHARS
+) -> str:
     """The schema as llguidance takes it, with our whitespace or other `options` of its own. Raises
-    ValueError, saying why not; if they are lenient, keywords that are not known are none of it."""
+    ValueError, saying why not; if they are lenient, unknown keywords are no reason, and patterns
+    that only a backtracking engine could match are taken out of `schema`."""
     options = _OPTIONS if options is None else options
     _check_depth(schema)
     text = json.dumps(schema)
-    if len(text) > MAX_SCHEMA_CHARS:
-        raise ValueError(
-            f"the schema has {len(text)} characters, at most {MAX_SCHEMA_CHARS} can be"
-        )
+    if len(text) > max_chars:
+        raise ValueError(f"the schema has {len(text)} characters, at most {max_chars} can be")
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
     parts = list(_subschemas(schema))
+    is_lenient = bool(options.get("lenient"))
     for part in parts:
-        _check_keywords(part, is_lenient=bool(options.get("lenient")))
+        if is_lenient and _is_beyond_regex(part.get("pattern")):
+            del part["pattern"]
+        _check_keywords(part, is_lenient=is_lenient)
     num_refs = sum("$ref" in part for part in parts)
     if num_refs > _MAX_REFS:
         raise ValueError(f"the schema has {num_refs} $ref, at most {_MAX_REFS} can be")
@@ -90,6 +94,11 @@ def _subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for child in children:
             if isinstance(child, dict):
                 yield from _subschemas(child)
+
+
+def _is_beyond_regex(pattern: Any) -> bool:
+    """Look-around and back references (pydantic's Decimal has the one)."""
+    return isinstance(pattern, str) and re.search(r"\(\?<?[=!]|\\[1-9]", pattern) is not None
 
 
 def _check_keywords(schema: dict[str, Any], *, is_lenient: bool) -> None:

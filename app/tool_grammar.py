@@ -84,8 +84,12 @@ def _schema(use: ToolUse, arguments: str) -> dict[str, Any]:
         }
         for tool in use.callable
     ]
-    # Where each schema's own references lead.
-    homes = {tool.name: _moved(tool.parameters, tool.name) for tool in use.callable}
+    # Where each schema's own references lead; without any it need not be there twice.
+    homes = {
+        tool.name: _moved(tool.parameters, tool.name)
+        for tool in use.callable
+        if '"$ref"' in json.dumps(tool.parameters)
+    }
     return {"x-guidance": options, "$defs": homes, "anyOf": calls}
 
 

@@ -26,7 +26,7 @@ from .services import SETTINGS, running
 from .tiny_chats import chat
 
 MODEL = "told"
-CONTEXT = 4096
+CONTEXT = 32_768
 _SURE = 100.0  # a logit that leaves no other token a chance
 
 

@@ -317,6 +317,16 @@ def test_streaming_helper_joins_several_choices_and_their_logprobs(client: OpenA
     assert final.usage == plain.usage
 
 
+def test_done_ends_a_stream(client: OpenAI) -> None:
+    with client.chat.completions.with_streaming_response.create(
+        model="phi", messages=ASK, max_tokens=3, stream=True
+    ) as raw:
+        lines = [line for line in raw.iter_lines() if line]
+    assert raw.headers["content-type"].startswith("text/event-stream")
+    assert all(line.startswith("data: ") for line in lines)
+    assert [i for i, line in enumerate(lines) if line == "data: [DONE]"] == [len(lines) - 1]
+
+
 def test_message_of_a_stream_goes_into_the_next_request(client: OpenAI) -> None:
     with client.chat.completions.stream(model="phi", messages=ASK, max_tokens=5) as events:
         message = events.until_done().current_completion_snapshot.choices[0].message
@@ -416,6 +426,9 @@ def test_codes_tell_a_long_prompt_from_a_bad_value(client: OpenAI) -> None:
         ({"modalities": ["text", "audio"]}, "modalities[1]"),
         ({"prediction": {"type": "content", "content": "a"}}, "prediction"),
         ({"web_search_options": {}}, "web_search_options"),
+        ({"moderation": {"model": "omni"}}, "moderation"),
+        ({"prompt_cache_options": {"mode": "explicit"}}, "prompt_cache_options"),
+        ({"prompt_cache_retention": "24h"}, "prompt_cache_retention"),
         ({"store": True}, "store"),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
         ({"messages": of_user([IMAGE])}, "messages[0].content[0].type"),

@@ -205,6 +205,17 @@ def test_fields_against_a_structure_are_refused(
         assert refused.value.param == param
 
 
+def test_tools_that_are_not_to_be_called_leave_the_structure(
+    model: Told, asked: dict[str, Any]
+) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "f"}}]
+    wanted: Any = schema_format({"enum": ["hail"]})
+    answer = model.client.chat.completions.create(
+        **asked, tools=tools, tool_choice="none", response_format=wanted
+    )
+    assert answer.choices[0].message.content == '"hail"'
+
+
 def test_logprobs_go_with_a_structure(model: Told, asked: dict[str, Any]) -> None:
     answer = model.client.chat.completions.create(
         **asked, logprobs=True, top_logprobs=2, response_format=schema_format(SCHEMA)

@@ -233,6 +233,26 @@ def test_required_calls_may_be_several(qwen: Told) -> None:
     assert max(len(choice.message.tool_calls or ()) for choice in whole) > 1
 
 
+def test_references_of_a_tool_lead_into_its_own_schema(qwen: Told) -> None:
+    qwen.roll()
+    schemas = {
+        name: {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/leaf"}},
+            "required": ["a"],
+            "$defs": {"leaf": {"enum": values}},
+        }
+        for name, values in {"one": [1, 2], "two": ["b", "c"]}.items()
+    }
+    tools = [tool(name, schema) for name, schema in schemas.items()]
+    fields = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    answer = ask(qwen, **fields, n=12)
+    named = [calls_of(answer, i)[0] for i in range(12)]
+    assert {name for name, _ in named} == {"one", "two"}
+    for name, arguments in named:
+        jsonschema_rs.validate(schemas[name], json.loads(arguments))
+
+
 def test_required_call_that_is_cut_short_is_a_length(qwen: Told) -> None:
     qwen.roll()
     answer = ask(qwen, tools=TOOLS, tool_choice="required", max_tokens=12)
@@ -269,14 +289,33 @@ def test_pydantic_function_tool_is_parsed_into_its_model(any_format: tuple[str, 
         ready.client.chat.completions.parse(**fields)
 
 
-def test_tool_that_cannot_be_kept_to_is_refused_if_it_is_strict(qwen: Told) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"type": "string", "format": "iri-template"}, "iri-template"),
+        ({"type": "string", "pattern": "^(?!a)b$"}, "look-around"),
+        ({"not": {"type": "string"}}, "not"),
+    ],
+)
+def test_tool_that_cannot_be_kept_to_is_refused_if_it_is_strict(
+    qwen: Told, schema: dict[str, Any], word: str
+) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}}
     qwen.say("hail")
-    ask(qwen, tools=[tool("f", schema)])
+    ask(qwen, tools=[tool("f", parameters)])
     with pytest.raises(openai.BadRequestError) as refused:
-        ask(qwen, tools=[tool("f", schema, strict=True)])
+        ask(qwen, tools=[tool("f", parameters, strict=True)])
     assert refused.value.param == "tools"
-    assert "uniqueItems" in refused.value.message
+    assert word in refused.value.message
+
+
+def test_as_many_tools_as_may_be_are_taken(qwen: Told) -> None:
+    qwen.roll()
+    tools = [tool(f"f{i}", TIME) for i in range(128)]
+    answer = ask(qwen, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    [(name, _)] = calls_of(answer)
+    assert name in {f"f{i}" for i in range(128)}
 
 
 @pytest.mark.parametrize(
