@@ -314,7 +314,7 @@ def test_grammar_that_gives_up_fails_its_own_row_and_says_why() -> None:
     for one in [others[0], hostile, others[1]]:
         engine.submit(one)
     run(engine)
-    assert hostile.finish_reason is FinishReason.ERROR
+    assert hostile.finish_reason is FinishReason.DEAD_END
     assert hostile.error is not None and "grammar cannot be followed" in hostile.error
     assert [one.error for one in others] == [None, None]
 

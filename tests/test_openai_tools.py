@@ -146,6 +146,23 @@ def test_every_choice_has_calls_of_its_own(qwen: Told) -> None:
         assert len(ids) == 2
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1 < 2 and <tool_call or </tool_call> is none\n",
+        '{"name": "weather", "arguments": {}}',
+        "<think>\nwhich one?\n</think>\n\nhail",
+    ],
+)
+def test_text_that_is_no_call_comes_as_it_is(qwen: Told, text: str) -> None:
+    qwen.say(text)
+    for tools in (TOOLS, openai.omit):
+        for asked in (ask, finals):
+            answer = asked(qwen, tools=tools)
+            assert answer.choices[0].message.content == text
+            assert (calls_of(answer), answer.choices[0].finish_reason) == ([], "stop")
+
+
 def test_without_tools_a_call_is_text(qwen: Told) -> None:
     qwen.say(SAID["qwen"])
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
