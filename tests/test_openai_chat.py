@@ -12,8 +12,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 from pydantic import BaseModel
 
+from app.openai_requests import ChatRequest
 from app.text import TextCodec
 
 from .clients import client_of
@@ -460,6 +462,14 @@ def test_fields_of_openais_platform_are_taken(client: OpenAI) -> None:
     )
 
 
+def test_null_is_as_if_the_field_were_not_there(client: OpenAI) -> None:
+    taken = [*ChatRequest.model_fields.keys() & CompletionCreateParamsNonStreaming.__annotations__]
+    optional = {name: None for name in taken if name not in ("messages", "model", "max_tokens")}
+    assert len(optional) > 20
+    greedy = ask(client, **optional | {"temperature": 0})
+    assert text_of(greedy) == text_of(ask(client, temperature=0))
+
+
 def test_another_model_is_not_found(client: OpenAI) -> None:
     for asked in (ask, stream):
         with pytest.raises(openai.NotFoundError) as refused:
@@ -539,7 +549,7 @@ class Tea(BaseModel):
 
 def test_hundred_of_hundred_answers_fit_their_schema(client: OpenAI) -> None:
     answer = client.chat.completions.parse(
-        model="phi", messages=ASK, response_format=Tea, n=100, temperature=1, max_tokens=100
+        model="phi", messages=ASK, response_format=Tea, n=100, seed=1, max_tokens=100
     )
     parsed = [choice.message.parsed for choice in answer.choices]
     assert all(isinstance(each, Tea) for each in parsed) and len(parsed) == 100

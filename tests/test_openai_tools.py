@@ -65,14 +65,20 @@ def unchanged(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def ask(ready: Told, **fields: Any) -> ChatCompletion:
-    fields = {"model": MODEL, "messages": ASK, "max_tokens": 300} | fields
+    fields = {"model": MODEL, "messages": ASK, "max_tokens": 300, "seed": 1} | fields
     answer: ChatCompletion = ready.client.chat.completions.create(**fields)
     ChatCompletion.model_validate(answer.to_dict())
     return answer
 
 
 def stream(ready: Told, **fields: Any) -> list[ChatCompletionChunk]:
-    fields = {"model": MODEL, "messages": ASK, "max_tokens": 300, "stream": True} | fields
+    fields = {
+        "model": MODEL,
+        "messages": ASK,
+        "max_tokens": 300,
+        "seed": 1,
+        "stream": True,
+    } | fields
     chunks = list(ready.client.chat.completions.create(**fields))
     for chunk in chunks:
         ChatCompletionChunk.model_validate(chunk.to_dict())
@@ -86,7 +92,7 @@ def calls_of(answer: ChatCompletion, choice: int = 0) -> list[tuple[str, str]]:
 
 def finals(ready: Told, **fields: Any) -> Any:
     """The same as a stream, as the client's helper puts it together."""
-    fields = {"model": MODEL, "messages": ASK, "max_tokens": 300} | fields
+    fields = {"model": MODEL, "messages": ASK, "max_tokens": 300, "seed": 1} | fields
     with ready.client.chat.completions.stream(**fields) as events:
         return events.until_done().current_completion_snapshot
 
