@@ -16,6 +16,8 @@ MAX_DEPTH = 60
 _MAX_REFS = 500
 _MAX_ALL_OF = 16
 _MAX_MULTIPLE = 10_000
+_MAX_INTEGER = 2**53
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 # A blank between tokens, or a new line with its indentation: a model that is unsure could write
 # blanks until its tokens are over.
@@ -101,11 +103,23 @@ def _is_beyond_regex(pattern: Any) -> bool:
     return isinstance(pattern, str) and re.search(r"\(\?<?[=!]|\\[1-9]", pattern) is not None
 
 
+def _too_large(value: Any) -> Iterator[str]:
+    """Whole numbers that no double holds, as which llguidance keeps them."""
+    if isinstance(value, int) and abs(value) > _MAX_INTEGER:
+        yield str(value)
+    elif isinstance(value, dict | list):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _too_large(child)
+
+
 def _check_keywords(schema: dict[str, Any], *, is_lenient: bool) -> None:
     if not is_lenient and (unknown := sorted(schema.keys() - KEYWORDS)):
         raise ValueError(
             f"the keyword {unknown[0]!r} is not supported; these are: {', '.join(sorted(KEYWORDS))}"
         )
+    values = [schema.get("const"), schema.get("enum"), *map(schema.get, _BOUNDS)]
+    if not is_lenient and (large := next(_too_large(values), None)) is not None:
+        raise ValueError(f"the number {large:.100} is beyond {_MAX_INTEGER}, and would be rounded")
     multiple = schema.get("multipleOf", 1)
     digits = re.sub(r"\D|e.*", "", str(multiple))
     if not isinstance(multiple, int | float) or "e" in str(multiple) or int(digits) > _MAX_MULTIPLE:

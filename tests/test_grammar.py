@@ -191,7 +191,9 @@ def small_schemas() -> st.SearchStrategy[dict[str, Any]]:
     leaves: st.SearchStrategy[dict[str, Any]] = st.one_of(
         st.just({"type": "boolean"}),
         st.lists(
-            st.one_of(st.text(max_size=4), st.integers(), st.none()), min_size=1, max_size=3
+            st.one_of(st.text(max_size=4), st.integers(-(2**53), 2**53), st.none()),
+            min_size=1,
+            max_size=3,
         ).map(lambda values: {"enum": values}),
         st.tuples(st.integers(-20, 20), st.integers(0, 30)).map(
             lambda t: {"type": "integer", "minimum": t[0], "maximum": t[0] + t[1]}
@@ -363,6 +365,8 @@ REFUSED: dict[str, tuple[Callable[[], Grammar], str]] = {
         "at most 16",
     ),
     "multiple": (lambda: G.json_schema({"type": "integer", "multipleOf": 99999999}, "x"), "digits"),
+    "number": (lambda: G.json_schema({"enum": [[2**53 + 1]]}, "x"), "would be rounded"),
+    "bound": (lambda: G.json_schema({"maximum": -(2**60)}, "x"), "would be rounded"),
     "regex": (lambda: G.regex("(a", "x"), "unclosed group"),
     "look-ahead": (lambda: G.regex("(?=a)b", "x"), "look-around"),
     "long regex": (lambda: G.regex("a" * 5000, "x"), "at most 4096"),
