@@ -61,8 +61,8 @@ class Structure:
     """The form that an answer must have; `field` asks for it, and messages name it."""
 
     field: str
-    kind: Literal["json_schema", "regex", "lark"]
-    source: Any  # a JSON schema, a regular expression, or a grammar
+    kind: Literal["json_schema", "regex", "lark", "tools"]
+    source: Any  # a JSON schema, a regular expression, a grammar, or a `ToolForm`
 
 
 ResponseFormat = Annotated[

@@ -18,7 +18,7 @@ from .openai_requests import (
 )
 from .service import Ask, Service
 from .tool_calls import ToolParser
-from .tool_grammar import tool_grammar
+from .tool_grammar import ToolForm
 from .tools import ToolUse, parse_tool_use
 
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
@@ -115,8 +115,8 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
                 param="response_format",
             )
         assert service.model.chat.tool_format is not None  # `render` has refused otherwise
-        grammar = tool_grammar(use, service.model.chat.tool_format, marker_ids)
-        structure = Structure("tools", "lark", grammar) if grammar is not None else None
+        form = ToolForm(use, service.model.chat.tool_format, marker_ids)
+        structure = Structure("tools", "tools", form) if form.is_held else None
     return Ask(
         g.request_id,
         g.arrived_at,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 MAX_SCHEMA_CHARS = 32_768
@@ -16,6 +16,7 @@ MAX_DEPTH = 60
 _MAX_REFS = 500
 _MAX_ALL_OF = 16
 _MAX_MULTIPLE = 10_000
+_MAX_INTEGER = 2**53  # llguidance reads numbers as doubles
 
 # A blank between tokens, or a new line with its indentation: a model that is unsure could write
 # blanks until its tokens are over.
@@ -29,6 +30,7 @@ _LEAVES = {
     *{"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
     *{"minItems", "maxItems", "minProperties", "maxProperties"},
 }
+_VALUES = {"const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 # They say nothing of what is valid.
 _ANNOTATIONS = {
     *{"$schema", "$id", "$comment", "title", "description", "default", "examples"},
@@ -39,6 +41,13 @@ KEYWORDS = _MAPS | _LISTS | _SCHEMAS | _LEAVES | _ANNOTATIONS
 
 def prepare_schema(schema: Any) -> str:
     """The schema as llguidance takes it, with our whitespace. Raises ValueError, saying why not."""
+    check_size(schema)
+    check_schema(schema)
+    return json.dumps(schema | {"x-guidance": _OPTIONS})
+
+
+def check_size(schema: Any) -> None:
+    """Raises ValueError for one that is no object, or too large or deep to be looked at."""
     _check_depth(schema)
     text = json.dumps(schema)
     if len(text) > MAX_SCHEMA_CHARS:
@@ -47,6 +56,10 @@ def prepare_schema(schema: Any) -> str:
         )
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
+
+
+def check_schema(schema: dict[str, Any]) -> None:
+    """Raises ValueError, saying what in it cannot be kept to; its size is checked already."""
     parts = list(_subschemas(schema))
     for part in parts:
         _check_keywords(part)
@@ -58,7 +71,25 @@ def prepare_schema(schema: Any) -> str:
         raise ValueError(
             f"the schema has {num_all_of} parts in allOf, at most {_MAX_ALL_OF} can be"
         )
-    return json.dumps(schema | {"x-guidance": _OPTIONS})
+
+
+def restricted(schema: Any, keywords: Collection[str]) -> Any:
+    """Without other keywords, in it and in the schemas that it holds."""
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword not in keywords:
+            continue
+        if keyword in _MAPS and isinstance(value, dict):
+            kept[keyword] = {name: restricted(part, keywords) for name, part in value.items()}
+        elif keyword in _LISTS | {"items"} and isinstance(value, list):
+            kept[keyword] = [restricted(part, keywords) for part in value]
+        elif keyword in _SCHEMAS:
+            kept[keyword] = restricted(value, keywords)
+        else:
+            kept[keyword] = value
+    return kept
 
 
 def _check_depth(value: Any) -> None:
@@ -95,7 +126,17 @@ def _check_keywords(schema: dict[str, Any]) -> None:
         raise ValueError(
             f"the keyword {unknown[0]!r} is not supported; these are: {', '.join(sorted(KEYWORDS))}"
         )
+    if any(_has_large_integer(schema[key]) for key in _VALUES & schema.keys()):
+        raise ValueError("integers beyond 2**53 are not supported")
     multiple = schema.get("multipleOf", 1)
     digits = re.sub(r"\D|e.*", "", str(multiple))
     if not isinstance(multiple, int | float) or "e" in str(multiple) or int(digits) > _MAX_MULTIPLE:
         raise ValueError(f"multipleOf: {multiple} has too many digits, or is no number")
+
+
+def _has_large_integer(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_large_integer, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_large_integer, value))
+    return isinstance(value, int) and abs(value) > _MAX_INTEGER

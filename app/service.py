@@ -133,6 +133,7 @@ class Service:
             "json_schema": grammars.json_schema,
             "regex": grammars.regex,
             "lark": grammars.lark,
+            "tools": grammars.tools,
         }
         compile_ = compilers[structure.kind]
         return self.bridge.off_hub(compile_, structure.source, structure.field).constraint
