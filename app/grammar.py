@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence as Many
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,17 +18,15 @@ from tokenizers import Tokenizer
 
 from .errors import InvalidRequest
 from .lark import MAX_LARK_CHARS, prepare_lark
-from .schema import check_schema, check_size, prepare_schema
+from .schema import prepare_schema
 from .sequence import Sequence
 from .text import token_bytes
-from .tool_grammar import ToolForm, call_schema, tool_grammar
-from .tool_schemas import ANY_ARGUMENTS, ever_looser
-from .tools import Tool
+from .tool_grammar import ToolForm
+from .tool_schemas import compile_tools
 
 Masks = dict[int, NDArray[np.uint32]]  # row -> a bit per token, the lowest of each word first
 
 MAX_REGEX_CHARS = 4096
-MAX_TOOLS_CHARS = 131_072  # of all tools' schemas together
 
 # What one grammar may cost: about a second to compile, and per matcher some 40 MB.
 _LIMITS = {
@@ -44,9 +41,9 @@ _LIMITS = {
 # Rules written by hand can be ambiguous, and then a step's time grows with the square of its items.
 _LARK_LIMITS = _LIMITS | {"step_max_items": 4000, "max_items_in_row": 300}
 
-# Where only certain bytes can follow, llguidance would permit but the one token that its tokenizer
-# makes of them. So any that spells them may come: the model knows best which, and no tokenizer is
-# needed, which masks would have to wait for (the GIL).
+# Where only certain bytes can follow, llguidance would permit but the one token that a tokenizer
+# makes of them. So any that spells them may come: the model knows best which, and no Python is
+# called, which masks would have to wait for (the GIL).
 # In front of every grammar: a text that begins with a brace would be no Lark, but llguidance's own
 # format, with options that are not for users.
 _HEAD = '%llguidance {"no_forcing": true} '
@@ -148,48 +145,7 @@ class Grammars:
     def tools(self, form: ToolForm, param: str) -> Grammar:
         """Text in which calls fit their tools' schemas. A strict tool's schema is kept or refused,
         about its own field; of others' what can be kept."""
-        places = {tool.name: i for i, tool in enumerate(form.use.tools)}
-        for tool in form.use.callable:
-            at = f"{param}[{places[tool.name]}].function.parameters"
-            try:
-                check_size(tool.parameters)
-            except ValueError as error:
-                raise InvalidRequest(f"{at}: {error}", param=at) from None
-        length = sum(len(json.dumps(tool.parameters)) for tool in form.use.callable)
-        if length > MAX_TOOLS_CHARS:
-            raise _too_long(param, length, MAX_TOOLS_CHARS)
-        kept = tuple(
-            self._kept(tool, form, f"{param}[{places[tool.name]}].function.parameters")
-            for tool in form.use.callable
-        )
-        try:
-            return self._compile_tools(form, kept, param)
-        except InvalidRequest:  # each alone is small enough, but not all of them
-            if all(tool.strict for tool in kept):
-                raise
-            opened = (t if t.strict else replace(t, parameters=ANY_ARGUMENTS) for t in kept)
-            return self._compile_tools(form, tuple(opened), param)
-
-    def _compile_tools(self, form: ToolForm, kept: tuple[Tool, ...], param: str) -> Grammar:
-        use = replace(form.use, callable=kept)
-        return self._compile(tool_grammar(use, form.format, form.marker_ids), param, _LIMITS)
-
-    def _kept(self, tool: Tool, form: ToolForm, param: str) -> Tool:
-        """With the first of ever looser schemas that can be kept to."""
-        refused: InvalidRequest | None = None
-        for schema in ever_looser(tool):
-            kept = replace(tool, parameters=schema)
-            call = json.dumps(call_schema((kept,), form.format.arguments))
-            try:
-                check_schema(schema)
-                self._compile(f"start: %json {call}", param, _LIMITS)
-                return kept
-            except ValueError as error:
-                refused = refused or InvalidRequest(f"{param}: {error}", param=param)
-            except InvalidRequest as error:
-                refused = refused or error
-        assert refused is not None
-        raise refused
+        return compile_tools(form, param, lambda text, at: self._compile(text, at, _LIMITS))
 
     def _compile(self, grammar: str, param: str, limits: dict[str, Any]) -> Grammar:
         """Of Lark text."""

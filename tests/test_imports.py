@@ -55,9 +55,9 @@ OWN: dict[str, set[str]] = {
     "chat": {"control", "errors", "template", "text", "tools"},
     "schema": set(),
     "lark": {"schema"},
-    "tool_schemas": {"schema", "tools"},
+    "tool_schemas": {"errors", "schema", "tool_grammar", "tools"},
     "grammar": {
-        *{"errors", "lark", "schema", "sequence", "text", "tool_grammar", "tool_schemas", "tools"},
+        *{"errors", "lark", "schema", "sequence", "text", "tool_grammar", "tool_schemas"},
     },
     "metrics": {"sequence"},
     # the engine, its thread, and an answer as it comes out of it

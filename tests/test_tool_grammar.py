@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from app.engine import Engine, Unobserved
 from app.errors import InvalidRequest
 from app.grammar import Grammars
 from app.sequence import SamplingParams, Sequence
@@ -20,7 +21,7 @@ from app.tool_grammar import ToolForm
 from app.tools import ToolFormat, ToolUse, parse_tool_use
 
 from .engines import noise_engine, run
-from .tiny_chats import Chat, chat
+from .tiny_chats import DEFAULT, Chat, chat
 
 MODELS = ["qwen", "phi4", "mistral", "llama31", "chatml"]
 CITY = {
@@ -267,6 +268,39 @@ def test_free_answer_from_the_engine_has_no_half_call(model: Model, parallel: bo
     assert num_calls > 0 or model.of is chat("chatml")
 
 
+@pytest.mark.slow
+def test_calls_of_the_default_model_fit_their_schemas() -> None:
+    from app.kv_cache import KVCache
+    from app.model import OnnxModel
+    from app.scheduler import Scheduler
+
+    model = Model(chat("default"))
+    onnx = OnnxModel.load(DEFAULT, "cpu", num_threads=2)
+    cache = KVCache(onnx.spec.kv, 8, 1024, onnx.device)
+    engine = Engine(onnx, cache, Scheduler(8, 1024, 64, frozenset([model.eos])), Unobserved())
+    use = use_of(parallel=False)
+    shown = [tool.shown() for tool in use.tools]
+    question = [{"role": "user", "content": "How is the weather in Rome?"}]
+    prompt = model.of.template.render(question, shown).token_ids
+    grammar = model.grammars.tools(model.form(use), "tools")
+    sequences = [
+        Sequence(
+            f"r{seed}",
+            list(prompt),
+            SamplingParams(200, temperature=1.0, seed=seed),
+            grammar.constraint(),
+        )
+        for seed in range(4)
+    ]
+    for one in sequences:
+        engine.submit(one)
+    run(engine)
+    assert {one.finish_reason for one in sequences} == {"stop"}
+    for one in sequences:
+        [call] = model.parsed(model.text(one.output_ids))
+        assert_fits(call)
+
+
 # --- what of a schema is kept ---------------------------------------------------------------------
 
 
@@ -372,3 +406,12 @@ def test_grammar_of_many_tools_is_made_quickly() -> None:
     matcher = model.matcher(use)
     assert time.process_time() - started_at < 5
     assert not matcher.is_error()
+
+
+def test_schemas_that_only_together_cost_too_much_are_opened_but_for_strict_ones() -> None:
+    model = Model(chat("chatml"))
+    wide = {"properties": {f"p{i}": {"maxLength": 30} for i in range(900)}}
+    loose = [one_tool(wide, name=f"f{i}") for i in range(4)]
+    use = forced(*loose, one_tool(A, strict=True, name="g"))
+    assert model.ends(use, call_text(model, {"x": 1}, "f0"))
+    assert not model.takes(use, call_text(model, {"a": 2}, "g"))
