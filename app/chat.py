@@ -60,13 +60,6 @@ class ChatTemplate:
         ids = {marker: self._codec.control_id(marker) for marker in markers}
         return {marker: id_ for marker, id_ in ids.items() if id_ is not None}
 
-    @cached_property
-    def tag_ids(self) -> dict[str, int]:
-        """The markers of calls that are tokens, too, but text (Qwen's)."""
-        markers = (self.tool_format.begin, self.tool_format.end) if self.tool_format else ()
-        contents = self._codec.control.contents.items()
-        return {t: i for i, t in contents if t in markers and t not in self.marker_ids}
-
     def describe(self) -> dict[str, Any]:
         """For /info."""
         facts = self._facts

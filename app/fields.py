@@ -62,7 +62,7 @@ class Structure:
 
     field: str
     kind: Literal["json_schema", "regex", "lark", "tools"]
-    source: Any  # a JSON schema, a regular expression, or a grammar, of `tool_grammar` for tools
+    source: Any  # a JSON schema, a regular expression, a grammar, or a `ToolForm`
     is_free: bool = False  # any text is an answer, too: the form is that of parts of it
 
 

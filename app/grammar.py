@@ -7,28 +7,26 @@ llguidance releases the GIL for that. Knows nothing of HTTP, nor of logits.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence as Many
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from .errors import InvalidRequest
+from .lark import MAX_LARK_CHARS, prepare_lark
 from .schema import prepare_schema
 from .sequence import Sequence
 from .text import token_bytes
+from .tool_grammar import ToolForm
+from .tool_schemas import compile_tools
 
 Masks = dict[int, NDArray[np.uint32]]  # row -> a bit per token, the lowest of each word first
 
 MAX_REGEX_CHARS = 4096
-MAX_LARK_CHARS = 32_768
-MAX_TOOLS_CHARS = 131_072  # of all tools together: 128 usual ones have 40,000
-_MAX_LARK_LINES = 1000  # a chain of some thousand rules overflows llguidance's stack
-_MAX_LARK_OPERATORS = 16  # of & and ~: fifty take ten seconds and 650 MB
 
 # What one grammar may cost: about a second to compile, and per matcher some 40 MB.
 _LIMITS = {
@@ -43,15 +41,12 @@ _LIMITS = {
 # Rules written by hand can be ambiguous, and then a step's time grows with the square of its items.
 _LARK_LIMITS = _LIMITS | {"step_max_items": 4000, "max_items_in_row": 300}
 
-_TAG = re.compile(r"<[!-~]+>$")
-_BYTE_DECODER = {
-    "type": "Sequence",
-    "decoders": [
-        {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-    ],
-}
+# Where only certain bytes can follow, llguidance would permit but the one token that a tokenizer
+# makes of them. So any that spells them may come: the model knows best which, and no Python is
+# called, which masks would have to wait for (the GIL).
+# In front of every grammar: a text that begins with a brace would be no Lark, but llguidance's own
+# format, with options that are not for users.
+_HEAD = '%llguidance {"no_forcing": true} '
 
 
 class GrammarConstraint:
@@ -109,17 +104,11 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         """`vocab_size` is the graph's, which may be more than the tokenizer's; the tokens behind
-        the tokenizer's last are never permitted. Raises ValueError where llguidance takes a token
-        for other bytes than we do."""
-        self._eos_ids = eos_ids
-        self._tokenizer = LLTokenizer(
-            _tokenizer_json(tokenizer), n_vocab=vocab_size, eos_token=sorted(eos_ids)
-        )
-        for id_, expected in enumerate(token_bytes(tokenizer)):
-            # Special are the control tokens, holes, and the byte 0xFF, which no text contains.
-            is_special = self._tokenizer.is_special_token(id_)
-            if not is_special and self._tokenizer.decode_bytes([id_]) != expected:
-                raise ValueError(f"llguidance reads token {id_} as other bytes")
+        the tokenizer's last are never permitted. Raises ValueError where there is no token that
+        could end an answer."""
+        self._eos_ids = frozenset(id_ for id_ in eos_ids if id_ < vocab_size)
+        tokens = _Tokens(tokenizer, vocab_size, self._eos_ids)
+        self._tokenizer = LLTokenizer(TokenizerWrapper(tokens), eos_token=sorted(self._eos_ids))
 
     def json_object(self, param: str) -> Grammar:
         """Any JSON object."""
@@ -131,48 +120,42 @@ class Grammars:
             prepared = prepare_schema(schema)
         except ValueError as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from None
-        return self._compile(LLMatcher.grammar_from_json_schema(prepared), param, _LIMITS)
+        return self._compile(f"start: %json {prepared}", param, _LIMITS)
 
     def regex(self, regex: str, param: str) -> Grammar:
         """Text that a regular expression matches as a whole, in the syntax of Rust's regex crate:
         no look-around, no back references."""
         if len(regex) > MAX_REGEX_CHARS:
             raise _too_long(param, len(regex), MAX_REGEX_CHARS)
-        return self._compile(LLMatcher.grammar_from_regex(regex), param, _LIMITS)
+        [grammar] = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]
+        return self._compile(grammar["lark_grammar"], param, _LIMITS)
 
     def lark(self, grammar: str, param: str) -> Grammar:
-        """A grammar in llguidance's dialect of Lark. `%json {...}` embeds a JSON schema; a control
-        token is written as it is, if it has the form `<...>` (`start: <|tool_call|> "x"`), or by
-        its id, `<[5]>`."""
+        """A user's grammar, in llguidance's dialect of Lark. `%json {...}` embeds a JSON schema; a
+        special token is written as it is, if it has the form `<...>` (`start: <|tool_call|> "x"`),
+        or by its id, `<[5]>`; added tokens that are not special are text."""
         if len(grammar) > MAX_LARK_CHARS:
             raise _too_long(param, len(grammar), MAX_LARK_CHARS)
         try:
-            prepared = _prepare_lark(grammar)
+            prepared = prepare_lark(grammar)
         except ValueError as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from None
-        return self._compile(LLMatcher.grammar_from_lark(prepared), param, _LARK_LIMITS)
+        return self._compile(prepared, param, _LARK_LIMITS)
 
-    def tools(self, grammar: str, param: str) -> Grammar:
-        """What `tool_grammar` writes: Lark whose embedded schema says itself how it is read, in
-        its `x-guidance`. Where that is leniently, what cannot be kept to is left out."""
-        if len(grammar) > MAX_TOOLS_CHARS:
-            raise _too_long(param, len(grammar), MAX_TOOLS_CHARS)
-        try:
-            prepared = _prepare_lark(grammar, has_options=True)
-        except ValueError as error:
-            raise InvalidRequest(f"{param}: {error}", param=param) from None
-        lark = LLMatcher.grammar_from_lark(prepared)
-        return self._compile(lark, param, _LARK_LIMITS, warns=False)
+    def tools(self, form: ToolForm, param: str) -> Grammar:
+        """Text in which calls fit their tools' schemas. A strict tool's schema is kept or refused,
+        about its own field; of others' what can be kept."""
+        return compile_tools(form, param, lambda text, at: self._compile(text, at, _LIMITS))
 
-    def _compile(
-        self, grammar: str, param: str, limits: dict[str, Any], *, warns: bool = True
-    ) -> Grammar:
-        """Without `warns`, only what is no grammar is refused."""
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits))
-        if not (problem := _problem(matcher, warns)):
+    def _compile(self, grammar: str, param: str, limits: dict[str, Any]) -> Grammar:
+        """Of Lark text."""
+        matcher = LLMatcher(
+            self._tokenizer, _HEAD + grammar, log_level=0, limits=LLParserLimits(**limits)
+        )
+        if not (problem := _problem(matcher)):
             probe = matcher.deep_copy()
             mask = np.frombuffer(probe.compute_bitmask(), np.uint8)
-            problem = _problem(probe, warns) or ("" if mask.any() else "nothing matches it")
+            problem = _problem(probe) or ("" if mask.any() else "nothing matches it")
         if problem:
             raise InvalidRequest(f"{param}: {problem}", param=param)
         return Grammar(matcher, (self._tokenizer.vocab_size + 31) // 32, self._eos_ids)
@@ -224,57 +207,32 @@ class MaskWorker:
         return dict(zip(rows, masks, strict=True))
 
 
-def _tokenizer_json(tokenizer: Tokenizer) -> str:
-    """llguidance infers from the decoder how tokens stand for bytes, and knows no Metaspace. It
-    takes every added token in angle brackets for a special one, which no text can hold; those that
-    are not (`<tool_call>` in Qwen's tokenizers) it knows as text if the vocabulary has them."""
-    description = json.loads(tokenizer.to_str())
-    if (description["decoder"] or {}).get("type") == "Metaspace":
-        description["decoder"] = _BYTE_DECODER
-    vocabulary, added = description["model"]["vocab"], description["added_tokens"]
-    if isinstance(vocabulary, dict):
-        # All of them: what is added and not in the vocabulary is numbered anew.
-        vocabulary |= {token["content"]: token["id"] for token in added}
-        description["added_tokens"] = [
-            token for token in added if token["special"] or not _TAG.match(token["content"])
-        ]
-    return json.dumps(description)
+class _Tokens:
+    """What llguidance asks of a tokenizer: the bytes of each token, as our detokenizer reads them.
+    Left to itself, it takes any added token `<...>` for a special one, which is no text."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        special = {id_ for id_, token in added.items() if token.special} | eos_ids
+        self.tokens = token_bytes(tokenizer)
+        self.tokens += [b""] * (vocab_size - len(self.tokens))
+        for id_ in special:
+            self.tokens[id_] = (tokenizer.id_to_token(id_) or f"<|{id_}|>").encode()
+        self.special_token_ids = sorted(special)
+        self.eos_token_id: int | None = min(eos_ids, default=None)
+        self.bos_token_id: int | None = None
+
+    def __call__(self, text: bytes) -> list[int]:
+        """For tokens that are forced: there are none."""
+        return []
 
 
-def _prepare_lark(grammar: str, *, has_options: bool = False) -> str:
-    """Embedded schemas are checked and get our whitespace, or else, with `has_options`, keep their
-    own `x-guidance`. Raises ValueError."""
-    pieces, at = [], 0
-    for found in re.finditer(r"%json\s*(?=\{)", grammar):
-        if found.start() < at:  # written in the schema before
-            continue
-        try:
-            schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"the schema behind %json is no JSON: {error}") from None
-        if has_options:
-            options = schema.pop("x-guidance")
-            prepared = prepare_schema(schema, options, MAX_TOOLS_CHARS)
-        else:
-            prepared = prepare_schema(schema)
-        pieces += [grammar[at : found.start()], f"%json {prepared}"]
-        at = end
-    pieces.append(grammar[at:])
-    rules = "".join(pieces[::2])
-    if rules.count("\n") >= _MAX_LARK_LINES:
-        raise ValueError(f"the grammar has more than {_MAX_LARK_LINES} lines")
-    bare = re.sub(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/', "", rules)
-    if sum(map(bare.count, "&~")) > _MAX_LARK_OPERATORS:
-        raise ValueError(f"the grammar has more than {_MAX_LARK_OPERATORS} of & and ~")
-    return "".join(pieces)
-
-
-def _problem(matcher: LLMatcher, warns: bool) -> str:
+def _problem(matcher: LLMatcher) -> str:
     if matcher.is_error():
         error = matcher.get_error().replace("<non-verbose/>", "").strip()
         # A schema that only refers to itself, or a pattern without a match.
         return "nothing matches it" if error.startswith("NoExtension") else error[:1000]
-    return "; ".join(matcher.get_grammar_warnings())[:1000] if warns else ""
+    return "; ".join(matcher.get_grammar_warnings())[:1000]
 
 
 def _first_line(text: str) -> str:

@@ -59,6 +59,7 @@ def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, 
     cache = _make_cache(model, settings)
     scheduler = Scheduler(cache.num_rows, cache.max_len, settings.prefill_chunk, codec.eos_ids)
     chat = ChatTemplate(codec)
+    grammars = _make_grammars(codec, model.spec.vocab_size)
     info = model.describe(folder) | {
         "requested_device": settings.device,
         "probe": "none" if probe is None else "passed",
@@ -69,6 +70,7 @@ def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, 
         "prefill_chunk": settings.prefill_chunk,
         "eos_token_ids": sorted(codec.eos_ids),
         **chat.describe(),
+        "structured_output": grammars is not None,
         "kv_cache_bytes": cache.num_rows * cache.max_len * model.spec.kv.bytes_per_token,
         "versions": _versions(),
     }
@@ -76,7 +78,7 @@ def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, 
     created_at = int(model.graph.path.stat().st_mtime)
     loaded = LoadedModel(
         *(info["model"], codec, cache.max_len, model.spec.vocab_size, created_at, info, chat),
-        _make_grammars(codec, model.spec.vocab_size),
+        grammars,
     )
     return engine, loaded
 

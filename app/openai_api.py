@@ -18,7 +18,7 @@ from .openai_requests import (
 )
 from .service import Ask, Service
 from .tool_calls import ToolParser
-from .tool_grammar import tool_grammar
+from .tool_grammar import ToolForm
 from .tools import ToolUse, parse_tool_use
 
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
@@ -120,9 +120,9 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
                 param="response_format",
             )
         assert chat.tool_format is not None  # `render` has refused otherwise
-        grammar = tool_grammar(use, chat.tool_format, marker_ids, chat.tag_ids)
-        if grammar is not None:
-            structure = Structure("tools", "tools", grammar, is_free=not use.is_forced)
+        form = ToolForm(use, chat.tool_format, marker_ids)
+        if form.is_held:
+            structure = Structure("tools", "tools", form, is_free=not use.is_forced)
     return Ask(
         g.request_id,
         g.arrived_at,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 MAX_SCHEMA_CHARS = 32_768
@@ -16,8 +16,7 @@ MAX_DEPTH = 60
 _MAX_REFS = 500
 _MAX_ALL_OF = 16
 _MAX_MULTIPLE = 10_000
-_MAX_INTEGER = 2**53
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_MAX_INTEGER = 2**53  # llguidance reads numbers as doubles
 
 # A blank between tokens, or a new line with its indentation: a model that is unsure could write
 # blanks until its tokens are over.
@@ -31,6 +30,7 @@ _LEAVES = {
     *{"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
     *{"minItems", "maxItems", "minProperties", "maxProperties"},
 }
+_VALUES = {"const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 # They say nothing of what is valid.
 _ANNOTATIONS = {
     *{"$schema", "$id", "$comment", "title", "description", "default", "examples"},
@@ -39,25 +39,30 @@ _ANNOTATIONS = {
 KEYWORDS = _MAPS | _LISTS | _SCHEMAS | _LEAVES | _ANNOTATIONS
 
 
-def prepare_schema(
-    schema: Any, options: dict[str, Any] | None = None, max_chars: int = MAX_SCHEMA_CHARS
-) -> str:
-    """The schema as llguidance takes it, with our whitespace or other `options` of its own. Raises
-    ValueError, saying why not; if they are lenient, unknown keywords are no reason, and patterns
-    that only a backtracking engine could match are taken out of `schema`."""
-    options = _OPTIONS if options is None else options
+def prepare_schema(schema: Any) -> str:
+    """The schema as llguidance takes it, with our whitespace. Raises ValueError, saying why not."""
+    check_size(schema)
+    check_schema(schema)
+    return json.dumps(schema | {"x-guidance": _OPTIONS})
+
+
+def check_size(schema: Any) -> None:
+    """Raises ValueError for one that is no object, or too large or deep to be looked at."""
     _check_depth(schema)
     text = json.dumps(schema)
-    if len(text) > max_chars:
-        raise ValueError(f"the schema has {len(text)} characters, at most {max_chars} can be")
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise ValueError(
+            f"the schema has {len(text)} characters, at most {MAX_SCHEMA_CHARS} can be"
+        )
     if not isinstance(schema, dict):
         raise ValueError("a schema must be a JSON object")
+
+
+def check_schema(schema: dict[str, Any]) -> None:
+    """Raises ValueError, saying what in it cannot be kept to; its size is checked already."""
     parts = list(_subschemas(schema))
-    is_lenient = bool(options.get("lenient"))
     for part in parts:
-        if is_lenient and _is_beyond_regex(part.get("pattern")):
-            del part["pattern"]
-        _check_keywords(part, is_lenient=is_lenient)
+        _check_keywords(part)
     num_refs = sum("$ref" in part for part in parts)
     if num_refs > _MAX_REFS:
         raise ValueError(f"the schema has {num_refs} $ref, at most {_MAX_REFS} can be")
@@ -66,7 +71,25 @@ def prepare_schema(
         raise ValueError(
             f"the schema has {num_all_of} parts in allOf, at most {_MAX_ALL_OF} can be"
         )
-    return json.dumps(schema | {"x-guidance": options})
+
+
+def restricted(schema: Any, keywords: Collection[str]) -> Any:
+    """Without other keywords, in it and in the schemas that it holds."""
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword not in keywords:
+            continue
+        if keyword in _MAPS and isinstance(value, dict):
+            kept[keyword] = {name: restricted(part, keywords) for name, part in value.items()}
+        elif keyword in _LISTS | {"items"} and isinstance(value, list):
+            kept[keyword] = [restricted(part, keywords) for part in value]
+        elif keyword in _SCHEMAS:
+            kept[keyword] = restricted(value, keywords)
+        else:
+            kept[keyword] = value
+    return kept
 
 
 def _check_depth(value: Any) -> None:
@@ -98,29 +121,22 @@ def _subschemas(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield from _subschemas(child)
 
 
-def _is_beyond_regex(pattern: Any) -> bool:
-    """Look-around and back references (pydantic's Decimal has the one)."""
-    return isinstance(pattern, str) and re.search(r"\(\?<?[=!]|\\[1-9]", pattern) is not None
-
-
-def _too_large(value: Any) -> Iterator[str]:
-    """Whole numbers that no double holds, as which llguidance keeps them."""
-    if isinstance(value, int) and abs(value) > _MAX_INTEGER:
-        yield str(value)
-    elif isinstance(value, dict | list):
-        for child in value.values() if isinstance(value, dict) else value:
-            yield from _too_large(child)
-
-
-def _check_keywords(schema: dict[str, Any], *, is_lenient: bool) -> None:
-    if not is_lenient and (unknown := sorted(schema.keys() - KEYWORDS)):
+def _check_keywords(schema: dict[str, Any]) -> None:
+    if unknown := sorted(schema.keys() - KEYWORDS):
         raise ValueError(
             f"the keyword {unknown[0]!r} is not supported; these are: {', '.join(sorted(KEYWORDS))}"
         )
-    values = [schema.get("const"), schema.get("enum"), *map(schema.get, _BOUNDS)]
-    if not is_lenient and (large := next(_too_large(values), None)) is not None:
-        raise ValueError(f"the number {large:.100} is beyond {_MAX_INTEGER}, and would be rounded")
+    if any(_has_large_integer(schema[key]) for key in _VALUES & schema.keys()):
+        raise ValueError("integers beyond 2**53 are not supported")
     multiple = schema.get("multipleOf", 1)
     digits = re.sub(r"\D|e.*", "", str(multiple))
     if not isinstance(multiple, int | float) or "e" in str(multiple) or int(digits) > _MAX_MULTIPLE:
         raise ValueError(f"multipleOf: {multiple} has too many digits, or is no number")
+
+
+def _has_large_integer(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_large_integer, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_large_integer, value))
+    return isinstance(value, int) and abs(value) > _MAX_INTEGER

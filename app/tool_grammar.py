@@ -1,15 +1,15 @@
 """Tools as a grammar for llguidance: a call is held to its tool's schema.
 
-Text only: what compiles it is others' business. It must know added tokens that are not special
-(`<think>`, `<tool_call>` in Qwen's tokenizers) by their bytes, as the detokenizer does; llguidance
-itself, given a tokenizer.json, takes them for special ones, which no free text can hold.
+Text only: what compiles it, and says which schemas can be kept to, is others' business. It must
+know added tokens that are not special (`<think>`, `<tool_call>` in Qwen's tokenizers) by their
+bytes, as the detokenizer does.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 from .tools import Tool, ToolFormat, ToolUse
@@ -17,26 +17,34 @@ from .tools import Tool, ToolFormat, ToolUse
 # As json.dumps writes it, which is how templates show calls to the model.
 _OPTIONS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties"}
-_NONE: Mapping[str, int] = MappingProxyType({})
 _NOT_SCHEMAS = {"const", "enum", "default", "examples"}
 
 
-def tool_grammar(
-    use: ToolUse,
-    format_: ToolFormat,
-    marker_ids: Mapping[str, int],
-    tag_ids: Mapping[str, int] = _NONE,
-) -> str | None:
-    """Lark text. A forced answer is one call, or one and more if they may be parallel. Else it is
-    any text, in which what begins with the format's marker is a call.
+@dataclass(frozen=True, slots=True)
+class ToolForm:
+    """What tools make of an answer; `marker_ids` are those of the format's markers that are
+    special tokens."""
 
-    None where free text and a call begin alike (Llama's format) and no tool is strict.
-    `marker_ids` are those of the format's markers that are special tokens, `tag_ids` of those that
-    are tokens as well, but text: where nothing else can come, llguidance would have them spelled.
+    use: ToolUse
+    format: ToolFormat
+    marker_ids: Mapping[str, int]
+
+    @property
+    def is_held(self) -> bool:
+        """Is there anything to hold it to? Not where free text and a call begin alike (Llama's
+        format), if it may be either and no tool is strict."""
+        use = self.use
+        return bool(use.is_forced or self.format.begin or any(tool.strict for tool in use.callable))
+
+
+def tool_grammar(use: ToolUse, format_: ToolFormat, marker_ids: Mapping[str, int]) -> str:
+    """Lark text. A forced answer is one call, or one and more if they may be parallel. Else it is
+    any text, in which what begins with the format's marker is a call; without a marker, an answer
+    that begins with a brace is one.
     """
-    begin, end = (_marker(text, {**tag_ids, **marker_ids}) for text in (format_.begin, format_.end))
+    begin, end = (_marker(text, marker_ids) for text in (format_.begin, format_.end))
     lead = json.dumps(format_.lead) if format_.lead else ""
-    rules = [f"call: %json {json.dumps(_schema(use, format_.arguments))}"]
+    rules = [f"call: %json {json.dumps(call_schema(use.callable, format_.arguments))}"]
     if format_.is_list:
         # A SentencePiece tokenizer puts a space behind a marker.
         many = ' (", " call)*' if use.is_parallel else ""
@@ -49,11 +57,8 @@ def tool_grammar(
         return "\n".join([f"start: {begin} body{another}", *rules])
     rules.append("TEXT: /(?s:.*)/")
     if not format_.begin:
-        if not any(tool.strict for tool in use.callable):
-            return None
         rules[-1] = r"TEXT: /\s*([^{\s](?s:.*))?/"
         return "\n".join([r"start: TEXT | /\s*/ body", *rules])
-    begin = _marker(format_.begin, marker_ids)  # a tag as such would also be a part of the text
     # Lazy: the marker's last character ends the text, so none can run on over it.
     rules.append(f"head: TEXT {begin}" if is_token else f"head[lazy]: TEXT {begin}")
     calls = "(head body)* TEXT" if _repeats(use, format_) else "TEXT | head body"
@@ -71,10 +76,8 @@ def _marker(text: str, marker_ids: Mapping[str, int]) -> str:
     return json.dumps(text) if text else ""
 
 
-def _schema(use: ToolUse, arguments: str) -> dict[str, Any]:
-    """Of one call to any of the tools that may be called."""
-    # What a strict tool asks of its schema must be kept; others get what can be had.
-    options = _OPTIONS | {"lenient": not any(tool.strict for tool in use.callable)}
+def call_schema(tools: tuple[Tool, ...], arguments: str) -> dict[str, Any]:
+    """Of one call to any of the tools, whose arguments stand under that key."""
     calls = [
         {
             "type": "object",
@@ -82,15 +85,11 @@ def _schema(use: ToolUse, arguments: str) -> dict[str, Any]:
             "required": ["name", arguments],
             "additionalProperties": False,
         }
-        for tool in use.callable
+        for tool in tools
     ]
-    # Where each schema's own references lead; without any it need not be there twice.
-    homes = {
-        tool.name: _moved(tool.parameters, tool.name)
-        for tool in use.callable
-        if '"$ref"' in json.dumps(tool.parameters)
-    }
-    return {"x-guidance": options, "$defs": homes, "anyOf": calls}
+    # Where each schema's own references lead.
+    homes = {tool.name: _moved(tool.parameters, tool.name) for tool in tools}
+    return {"x-guidance": _OPTIONS, "$defs": homes, "anyOf": calls}
 
 
 def _arguments(tool: Tool) -> dict[str, Any]:

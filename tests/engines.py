@@ -72,6 +72,21 @@ class StubModel:
         assert cache.rows[row] == expected, f"row {row} does not hold {owner.request_id}"
 
 
+class NoiseModel:
+    """Random logits, of a row's own length and first token: the same alone and in company."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def forward(self, plan: StepPlan, cache: TokenCache) -> NDArray[np.float32]:
+        size = self._vocab_size
+        rows = [
+            np.random.default_rng([s.prompt_ids[0], len(s.output_ids)]).normal(size=size)
+            for s in plan.sampled
+        ]
+        return np.array(rows, np.float32).reshape(-1, size) * 2
+
+
 class ScriptedModel:
     """Says `script`, token by token, whatever the prompt."""
 
@@ -109,6 +124,12 @@ def stub_engine(
     cache = TokenCache(max_batch_size)
     engine = Engine(model, cache, scheduler, observer or Unobserved())  # type: ignore[arg-type]
     return engine, model
+
+
+def noise_engine(vocab_size: int, eos_ids: Iterable[int], num_rows: int = 8) -> Engine:
+    scheduler = Scheduler(num_rows, 4096, 8, frozenset(eos_ids))
+    model, cache = NoiseModel(vocab_size), TokenCache(num_rows)
+    return Engine(model, cache, scheduler, Unobserved())  # type: ignore[arg-type]
 
 
 def scripted_engine(

@@ -272,3 +272,43 @@ def test_a_probe_is_not_counted_as_a_rejected_request(
         "phi_serve_requests_rejected_total", {"reason": "not_ready"}
     )
     assert count == 1
+
+
+# More ways to read what there is with each character, which is always the same: it gives up at
+# the 34th.
+AMBIGUOUS = {
+    "prompt": "a",
+    "grammar": 'start: s\ns: s s | s s s | s s s s | "a"',
+    "max_tokens": 60,
+    "logit_bias": {"64": 100},
+}
+
+
+def test_grammar_that_gives_up_is_its_own_requests_error(client: FlaskClient) -> None:
+    jobs = [
+        gevent.spawn(client.post, "/generate", json=body)
+        for body in (AMBIGUOUS, {"prompt": "a", "max_tokens": 60})
+    ]
+    gevent.joinall(jobs, timeout=20, raise_error=True)
+    hostile, other = (job.value for job in jobs)
+    assert hostile.status_code == 400
+    assert hostile.get_json()["error"]["code"] == "dead_end"
+    assert "grammar cannot be followed" in hostile.get_json()["error"]["message"]
+    codec = TextCodec(byte_level_tokenizer(), frozenset())
+    expected = codec.detokenizer().feed(ANSWER[:60], is_last=True)
+    assert other.get_json()["text"] == expected
+
+
+def test_grammar_that_gives_up_in_mid_stream_is_one_error_event_at_the_end(
+    service: StubService, client: FlaskClient
+) -> None:
+    first_is_read = threading.Event()
+
+    def change(plan: StepPlan, logits: object) -> None:
+        if plan.decode:
+            first_is_read.wait(20)
+
+    service.stub.change = change
+    *deltas, last = events(read_slowly(client, first_is_read, **AMBIGUOUS))
+    assert last["error"]["code"] == "dead_end"
+    assert {*"".join(delta["text"] for delta in deltas)} == {"a"}

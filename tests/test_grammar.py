@@ -15,19 +15,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from app.engine import Engine, Unobserved
 from app.errors import InvalidRequest
 from app.grammar import Grammar, GrammarConstraint, Grammars, MaskWorker
 from app.kv_cache import KVCache
+from app.loading import _make_grammars
 from app.scheduler import Scheduler
-from app.sequence import FinishReason, SamplingParams, Sequence, StepPlan
-from app.text import token_bytes
+from app.sequence import FinishReason, SamplingParams, Sequence
+from app.text import TextCodec, token_bytes
 
-from .engines import TokenCache, run
-from .tiny_chats import chat
+from .engines import noise_engine, run
 from .tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 
 VOCAB = 331
@@ -40,22 +40,6 @@ GRAMMARS = {
 }
 
 
-class NoiseModel:
-    """Random logits, of a row's own length and first token: the same alone and in company."""
-
-    def forward(self, plan: StepPlan, cache: TokenCache) -> NDArray[np.float32]:
-        rows = [
-            np.random.default_rng([s.prompt_ids[0], len(s.output_ids)]).normal(size=VOCAB)
-            for s in plan.sampled
-        ]
-        return np.array(rows, np.float32).reshape(-1, VOCAB) * 2
-
-
-def noise_engine(kind: str = "bytes", num_rows: int = 8) -> Engine:
-    scheduler = Scheduler(num_rows, 4096, 8, EOS[kind])
-    return Engine(NoiseModel(), TokenCache(num_rows), scheduler, Unobserved())  # type: ignore[arg-type]
-
-
 def sequence(
     grammar: Grammar | None, seed: int = 0, max_tokens: int = 400, **options: Any
 ) -> Sequence:
@@ -65,7 +49,7 @@ def sequence(
 
 
 def generate(kind: str, grammar: Grammar | None, count: int = 4, **options: Any) -> list[Sequence]:
-    engine = noise_engine(kind)
+    engine = noise_engine(VOCAB, EOS[kind])
     sequences = [sequence(grammar, seed, **options) for seed in range(count)]
     for one in sequences:
         engine.submit(one)
@@ -102,25 +86,32 @@ def metaspace_tokenizer() -> Tokenizer:
     return Tokenizer.from_str(json.dumps(description))
 
 
-@pytest.mark.parametrize("kind", ["bytes", "pieces", "metaspace", "tags", "default"])
+@pytest.mark.parametrize("kind", ["bytes", "pieces", "metaspace", "default"])
 def test_tokens_stand_for_the_same_bytes_as_in_the_answers_text(kind: str) -> None:
     if kind == "default":
         tokenizer = AutoTokenizer.from_pretrained(DEFAULT).backend_tokenizer
-    elif kind == "tags":  # added tokens that are not special: text
-        tokenizer = chat("qwen").tokenizer.backend_tokenizer
-        assert b"<tool_call>" in token_bytes(tokenizer)
     elif kind == "metaspace":
         tokenizer = metaspace_tokenizer()
     else:
         tokenizer = TOKENIZERS[kind].backend_tokenizer
     table = token_bytes(tokenizer)
-    vocab_size = len(table) + 40
-    grammars = Grammars(tokenizer, vocab_size, frozenset({0}))  # raises ValueError if one differs
+    grammars = Grammars(tokenizer, len(table) + 40, frozenset({0}))
     # What is permitted of a text without limits: every token that starts a character.
     permitted = masks_of(grammars.regex("(?s:.*)", "x"))
     whole = {id_ for id_, text in enumerate(table) if text and is_text(text)}
     assert {*np.flatnonzero(permitted)} >= whole
     assert not permitted[len(table) :].any()
+    # And of one text: whatever it begins with, in our spelling.
+    permitted = masks_of(grammars.regex("(?s:the .*)", "x"))
+    expected = {id_ for id_, text in enumerate(table) if text and begins(text, b"the ")}
+    assert {*np.flatnonzero(permitted)} == expected
+
+
+def begins(text: bytes, whole: bytes) -> bool:
+    try:
+        return whole.startswith(text) or (text.startswith(whole) and is_text(text))
+    except UnicodeDecodeError:
+        return False
 
 
 def is_text(text: bytes) -> bool:
@@ -138,6 +129,42 @@ def masks_of(grammar: Grammar, end_ids: frozenset[int] = frozenset()) -> NDArray
     masks = worker.collect()
     assert list(masks) == [1]
     return np.unpackbits(masks[1].view(np.uint8), bitorder="little")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_added_token_that_is_not_special_is_text(kind: str) -> None:
+    tokenizer = Tokenizer.from_str(TOKENIZERS[kind].backend_tokenizer.to_str())
+    tokenizer.add_tokens([AddedToken("<think>", special=False)])
+    think = tokenizer.token_to_id("<think>")
+    grammars = Grammars(tokenizer, VOCAB, EOS[kind])
+    assert masks_of(grammars.regex("(?s:.*)", "x"))[think]
+    assert masks_of(grammars.lark('start: "<think>" "a"', "x"))[think]
+
+
+def test_any_tokens_that_spell_what_must_follow_are_permitted() -> None:
+    tokenizer = TOKENIZERS["bytes"].backend_tokenizer
+    permitted = np.flatnonzero(masks_of(GRAMMARS["bytes"].regex("then", "x")))
+    assert {tokenizer.id_to_token(id_) for id_ in permitted} == {"t", "th", "the"}
+
+
+def test_end_tokens_that_the_graph_does_not_have_are_no_hindrance() -> None:
+    tokenizer = TOKENIZERS["bytes"].backend_tokenizer
+    grammar = Grammars(tokenizer, VOCAB, EOS["bytes"] | {VOCAB}).regex("(ab)*", "x")
+    assert all(masks_of(grammar)[id_] for id_ in EOS["bytes"])
+
+
+def test_tokenizer_without_an_end_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="eos"):
+        Grammars(TOKENIZERS["bytes"].backend_tokenizer, VOCAB, frozenset({VOCAB}))
+
+
+def test_model_whose_tokenizer_cannot_be_served_is_without_grammars(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    assert _make_grammars(TextCodec(tokenizer, EOS["bytes"]), VOCAB) is not None
+    assert _make_grammars(TextCodec(tokenizer, frozenset({VOCAB})), VOCAB) is None
+    assert "no structured output with this tokenizer" in caplog.text
 
 
 def test_making_them_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +249,7 @@ def grow(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str
     )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(small_schemas())
 def test_finished_answer_validates_whatever_the_schema(schema: dict[str, Any]) -> None:
     check_schema("pieces", schema)
@@ -283,11 +310,11 @@ def test_rows_answer_together_as_alone() -> None:
 
     alone = []
     for one in make():
-        engine = noise_engine()
+        engine = noise_engine(VOCAB, EOS["bytes"])
         engine.submit(one)
         run(engine)
         alone.append(one.output_ids)
-    together, engine = make(), noise_engine()
+    together, engine = make(), noise_engine(VOCAB, EOS["bytes"])
     for one in together:
         engine.submit(one)
     run(engine)
@@ -295,7 +322,7 @@ def test_rows_answer_together_as_alone() -> None:
 
 
 def test_row_that_leaves_in_mid_answer_does_not_disturb_the_others() -> None:
-    engine = noise_engine()
+    engine = noise_engine(VOCAB, EOS["bytes"])
     grammar = GRAMMARS["bytes"].regex("[a-z]{12}", "x")
     sequences = [sequence(grammar, seed) for seed in range(4)]
     for one in sequences:
@@ -309,10 +336,12 @@ def test_row_that_leaves_in_mid_answer_does_not_disturb_the_others() -> None:
 
 
 def test_grammar_that_gives_up_fails_its_own_row_and_says_why() -> None:
-    engine = noise_engine()
-    optional = " ".join(f"/b{i}/?" for i in range(400))  # more at once than `max_items_in_row`
-    explosive = GRAMMARS["bytes"].lark(f'start: "xy" {optional}', "x")
-    hostile, others = sequence(explosive), [sequence(None, 1, 20), sequence(None, 2, 20)]
+    engine = noise_engine(VOCAB, EOS["bytes"])
+    # More ways to read what there is with each character, which is always the same.
+    ambiguous = GRAMMARS["bytes"].lark('start: s\ns: s s | s s s | s s s s | "a"', "x")
+    a = TOKENIZERS["bytes"].backend_tokenizer.token_to_id("a")
+    hostile = sequence(ambiguous, logit_bias={a: 100.0})
+    others = [sequence(None, 1, 20), sequence(None, 2, 20)]
     for one in [others[0], hostile, others[1]]:
         engine.submit(one)
     run(engine)
@@ -365,13 +394,34 @@ REFUSED: dict[str, tuple[Callable[[], Grammar], str]] = {
         "at most 16",
     ),
     "multiple": (lambda: G.json_schema({"type": "integer", "multipleOf": 99999999}, "x"), "digits"),
-    "number": (lambda: G.json_schema({"enum": [[2**53 + 1]]}, "x"), "would be rounded"),
-    "bound": (lambda: G.json_schema({"maximum": -(2**60)}, "x"), "would be rounded"),
+    "large integer": (lambda: G.json_schema({"enum": [1, {"a": 2**53 + 1}]}, "x"), "2**53"),
     "regex": (lambda: G.regex("(a", "x"), "unclosed group"),
     "look-ahead": (lambda: G.regex("(?=a)b", "x"), "look-around"),
     "long regex": (lambda: G.regex("a" * 5000, "x"), "at most 4096"),
     "no match": (lambda: G.regex(r"[^\s\S]", "x"), "nothing matches it"),
     "rule": (lambda: G.lark("start: foo", "x"), 'unknown name: "foo"'),
+    "own format": (
+        lambda: G.lark('{"grammars": [{"json_schema": {"x-guidance": {"lenient": true}}}]}', "x"),
+        "expecting rule",
+    ),
+    "options in lark": (
+        lambda: G.lark('start: "a"\n%llguidance {"no_forcing": false}', "x"),
+        "%llguidance: options cannot be given",
+    ),
+    "options in lark in lark": (
+        lambda: G.lark(
+            'start: %lark { start: "a"\n%llguidance {"allow_invalid_utf8": true} }', "x"
+        ),
+        "%llguidance: options cannot be given",
+    ),
+    "options in a schema in lark": (
+        lambda: G.lark('start: %json {"x-guidance": {"lenient": true}}', "x"),
+        "'x-guidance' is not supported",
+    ),
+    "options in a schema behind a comment": (
+        lambda: G.lark('start: %json // a\n {"x-guidance": {"lenient": true}}', "x"),
+        "no JSON",
+    ),
     "control token": (lambda: G.lark("start: <|tool|>", "x"), "unknown special token"),
     "schema in lark": (lambda: G.lark('start: %json {"a": 1}', "x"), "'a' is not supported"),
     "broken schema in lark": (lambda: G.lark('start: %json {"a: 1}', "x"), "no JSON"),
@@ -471,17 +521,3 @@ def test_hundred_of_hundred_answers_of_the_default_model_validate() -> None:
     assert sum(validator.is_valid(json.loads(text)) for text in texts) == 100
     assert len({*texts}) > 90
     assert isinstance(sequences[0].constraint, GrammarConstraint)
-
-
-def test_schemas_of_tools_keep_their_options_and_their_bounds() -> None:
-    """What is not strict ignores keywords that cannot be kept; users' grammars cannot ask that."""
-    loose = {"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}
-    strict = loose | {"x-guidance": {"lenient": False}}
-    deep = '{"x-guidance": {"lenient": true}' + ', "items": {"type": "array"' * 70 + "}" * 71
-    G.tools(f"start: %json {json.dumps(loose)}", "tools")
-    with pytest.raises(InvalidRequest, match="tools: the keyword 'uniqueItems'"):
-        G.tools(f"start: %json {json.dumps(strict)}", "tools")
-    with pytest.raises(InvalidRequest, match="tools: the schema is nested"):
-        G.tools(f"start: %json {deep}", "tools")
-    with pytest.raises(InvalidRequest, match="x: the keyword 'x-guidance'"):
-        G.lark('start: %json {"x-guidance": {"lenient": true}}', "x")

@@ -262,6 +262,7 @@ def test_info_says_what_is_served(server: LiveServer) -> None:
     assert (info["max_model_len"], info["max_batch_size"]) == (CONTEXT, 32)
     assert (info["context_length"], info["probe"]) == (CONTEXT, "passed")
     assert (info["precision_mismatch"], info["warnings"]) == (False, [])
+    assert info["structured_output"] is True
 
 
 def test_metrics_count_what_was_served(server: LiveServer) -> None:

@@ -54,7 +54,11 @@ OWN: dict[str, set[str]] = {
     "template": {"tool_calls", "tools"},
     "chat": {"control", "errors", "template", "text", "tools"},
     "schema": set(),
-    "grammar": {"errors", "schema", "sequence", "text"},
+    "lark": {"schema"},
+    "tool_schemas": {"errors", "schema", "tool_grammar", "tools"},
+    "grammar": {
+        *{"errors", "lark", "schema", "sequence", "text", "tool_grammar", "tool_schemas"},
+    },
     "metrics": {"sequence"},
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"grammar", "kv_cache", "sampler", "scheduler", "sequence"},

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from typing import Any
 
 import jsonschema_rs
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
 
-from app.text import token_bytes
+from app.engine import Engine, Unobserved
+from app.errors import InvalidRequest
+from app.grammar import Grammars
+from app.sequence import SamplingParams, Sequence
 from app.tool_calls import ToolCall, ToolParser
-from app.tool_grammar import tool_grammar
-from app.tools import HERMES, ToolFormat, ToolUse, parse_tool_use
+from app.tool_grammar import ToolForm
+from app.tools import ToolFormat, ToolUse, parse_tool_use
 
-from .tiny_chats import Chat, chat
+from .engines import noise_engine, run
+from .tiny_chats import DEFAULT, Chat, chat
 
 MODELS = ["qwen", "phi4", "mistral", "llama31", "chatml"]
 CITY = {
@@ -53,24 +58,6 @@ def use_of(choice: Any = "required", parallel: bool | None = None, strict: bool 
     return use
 
 
-class Tokens:
-    """What llguidance asks of a tokenizer."""
-
-    def __init__(self, of: Chat) -> None:
-        backend = of.tokenizer.backend_tokenizer
-        added = backend.get_added_tokens_decoder()
-        self.eos_token_id, self.bos_token_id = of.tokenizer.eos_token_id, None
-        self.special_token_ids = [id_ for id_, token in added.items() if token.special]
-        self.tokens = token_bytes(backend)
-        for id_ in self.special_token_ids:
-            self.tokens[id_] = added[id_].content.encode()
-        self._ids = {token: id_ for id_, token in enumerate(self.tokens)}
-
-    def __call__(self, text: bytes) -> list[int]:
-        """Byte by byte: with nothing in front, as SentencePiece's tokenizers would put there."""
-        return [self._ids[bytes([byte])] for byte in text]
-
-
 class Model:
     """Takes any token that the grammar allows, by chance."""
 
@@ -79,14 +66,14 @@ class Model:
         assert of.template.tool_format is not None
         self.format: ToolFormat = of.template.tool_format
         self.eos: int = of.tokenizer.eos_token_id
-        self.tokenizer = LLTokenizer(TokenizerWrapper(Tokens(of)))
+        backend = of.tokenizer.backend_tokenizer
+        self.grammars = Grammars(backend, of.codec.vocab_size, frozenset({self.eos}))
+
+    def form(self, use: ToolUse) -> ToolForm:
+        return ToolForm(use, self.format, self.of.template.marker_ids)
 
     def matcher(self, use: ToolUse) -> LLMatcher:
-        grammar = tool_grammar(use, self.format, self.of.template.marker_ids)
-        assert grammar is not None
-        matcher = LLMatcher(self.tokenizer, grammar)
-        assert not matcher.is_error(), matcher.get_error()
-        return matcher
+        return self.grammars.tools(self.form(use), "tools").constraint().matcher
 
     def answer(self, use: ToolUse, seed: int, max_tokens: int = 2000) -> str:
         matcher, chance, ids = self.matcher(use), random.Random(seed), []
@@ -214,31 +201,217 @@ def test_call_that_has_begun_is_held_to_the_schemas(model: Model) -> None:
 
 def test_format_without_a_marker_is_held_only_for_strict_tools() -> None:
     model = Model(chat("llama31"))
-    assert tool_grammar(use_of("auto"), model.format, {}) is None
+    assert not model.form(use_of("auto")).is_held
     strict = use_of("auto", strict=True)
+    assert model.form(strict).is_held
     for text in ("", "Hello {", "\n a", written(model, "weather")):
         assert model.ends(strict, text)
     assert not model.takes(strict, '{"a"')
     assert not model.takes(strict, written(model, "weather").replace("Rome", "Oslo"))
 
 
-def test_schemas_own_options_do_not_reach_the_grammar() -> None:
-    function = {
-        "name": "f",
-        "parameters": {"type": "object", "x-guidance": {"whitespace_flexible": True}},
-    }
-    use = parse_tool_use([{"type": "function", "function": function}], "required")
+# --- with the engine ------------------------------------------------------------------------------
+
+
+def answers(model: Model, use: ToolUse, count: int = 6, max_tokens: int = 1500) -> list[Sequence]:
+    """Of a model that likes calls and ends; the calls' insides are chance."""
+    form = model.form(use)
+    grammar = model.grammars.tools(form, "tools")
+    bias = {model.eos: 3.0}
+    if (begin := model.of.tokenizer.convert_tokens_to_ids(model.format.begin)) is not None:
+        bias[begin] = 6.0
+    sequences = []
+    for seed in range(count):
+        params = SamplingParams(max_tokens, temperature=1.0, seed=seed, logit_bias=bias)
+        sequences.append(Sequence(f"r{seed}", [seed, 1, 2], params, grammar.constraint()))
+    engine = noise_engine(model.of.codec.vocab_size, [model.eos])
+    for one in sequences:
+        engine.submit(one)
+    run(engine)
+    return sequences
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_forced_answer_from_the_engine_is_calls_that_fit(
+    model: Model, parallel: bool, strict: bool
+) -> None:
+    num_whole = 0
+    for one in answers(model, use_of(parallel=parallel, strict=strict)):
+        assert one.finish_reason in ("stop", "length"), one.error
+        if one.finish_reason == "stop":
+            calls = model.parsed(model.text(one.output_ids))
+            assert calls if parallel else len(calls) == 1
+            for call in calls:
+                assert_fits(call)
+            num_whole += 1
+    assert num_whole > 2
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_free_answer_from_the_engine_has_no_half_call(model: Model, parallel: bool) -> None:
+    use = use_of("auto", parallel)
+    if not model.form(use).is_held:
+        return
+    num_calls = 0
+    for one in answers(model, use):
+        assert one.finish_reason in ("stop", "length"), one.error
+        if one.finish_reason == "stop":
+            parts = model.parsed(model.text(one.output_ids))
+            calls = [part for part in parts if isinstance(part, ToolCall)]
+            text = "".join(part for part in parts if isinstance(part, str))
+            assert model.format.begin not in text or (not parallel and len(calls) == 1)
+            for call in calls:
+                assert_fits(call)
+            num_calls += len(calls)
+    # No token of its own, and chance does not spell it.
+    assert num_calls > 0 or model.of is chat("chatml")
+
+
+@pytest.mark.slow
+def test_calls_of_the_default_model_fit_their_schemas() -> None:
+    from app.kv_cache import KVCache
+    from app.model import OnnxModel
+    from app.scheduler import Scheduler
+
+    model = Model(chat("default"))
+    onnx = OnnxModel.load(DEFAULT, "cpu", num_threads=2)
+    cache = KVCache(onnx.spec.kv, 8, 1024, onnx.device)
+    engine = Engine(onnx, cache, Scheduler(8, 1024, 64, frozenset([model.eos])), Unobserved())
+    use = use_of(parallel=False)
+    shown = [tool.shown() for tool in use.tools]
+    question = [{"role": "user", "content": "How is the weather in Rome?"}]
+    prompt = model.of.template.render(question, shown).token_ids
+    grammar = model.grammars.tools(model.form(use), "tools")
+    sequences = [
+        Sequence(
+            f"r{seed}",
+            list(prompt),
+            SamplingParams(200, temperature=1.0, seed=seed),
+            grammar.constraint(),
+        )
+        for seed in range(4)
+    ]
+    for one in sequences:
+        engine.submit(one)
+    run(engine)
+    assert {one.finish_reason for one in sequences} == {"stop"}
+    for one in sequences:
+        [call] = model.parsed(model.text(one.output_ids))
+        assert_fits(call)
+
+
+# --- what of a schema is kept ---------------------------------------------------------------------
+
+
+def one_tool(parameters: dict[str, Any], strict: bool = False, name: str = "f") -> dict[str, Any]:
+    function = {"name": name, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": function}
+
+
+def forced(*tools: dict[str, Any]) -> ToolUse:
+    use = parse_tool_use([*tools], "required")
     assert use is not None
-    text = tool_grammar(use, HERMES, {})
-    assert text is not None
-    assert text.count("x-guidance") == 1
+    return use
 
 
-def test_schema_that_cannot_be_kept_is_told_for_a_strict_tool() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    for strict in (False, True):
-        function = {"name": "f", "parameters": schema, "strict": strict}
-        use = parse_tool_use([{"type": "function", "function": function}], "required")
-        assert use is not None
-        grammar = tool_grammar(use, HERMES, {})
-        assert LLMatcher(Model(chat("chatml")).tokenizer, grammar or "").is_error() is strict
+def call_text(model: Model, arguments: dict[str, Any], name: str = "f") -> str:
+    return model.format.text([{"function": {"name": name, "arguments": arguments}}])
+
+
+A, B = {"type": "object", "properties": {"a": {"const": 1}}}, {"const": 1}
+# schema -> arguments that are still refused; all of them permit {"a": 1}
+LOOSE: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "options": (A | {"x-guidance": {"whitespace_flexible": True}}, {"a": 2}),
+    "keyword": ({"properties": {"a": {"const": 1, "x-order": 3}}}, {"a": 2}),
+    "unique": (A | {"uniqueItems": True}, {"b": 1}),
+    "nullable": ({"properties": {"a": {"type": "integer", "nullable": True}}}, {"a": "x"}),
+    "format": (
+        {"properties": {"a": {"const": 1}, "b": {"type": "string", "format": "path"}}},
+        {"b": 2},
+    ),
+    "look-ahead": (
+        {"properties": {"a": {"const": 1}, "b": {"type": "string", "pattern": "(?=a)"}}},
+        {"b": 2},
+    ),
+    "overlap": (
+        {"properties": {"a": {"oneOf": [{"type": "integer"}, {"minimum": 0}]}}, "required": ["a"]},
+        {},
+    ),
+    "condition": (A | {"if": {}, "then": {"properties": {"b": {}}}}, {"a": 2}),
+    "type": ({"properties": {"a": {"type": "int"}}}, None),
+    "remote": ({"properties": {"a": {"$ref": "https://example.org/a"}}}, None),
+    "contradiction": ({"required": ["a"], "additionalProperties": False}, None),
+}
+
+
+@pytest.mark.parametrize("case", LOOSE)
+def test_what_cannot_be_kept_of_a_schema_is_left_out(case: str) -> None:
+    schema, refused = LOOSE[case]
+    model = Model(chat("chatml"))
+    use = forced(one_tool(schema))
+    assert model.ends(use, call_text(model, {"a": 1}))
+    assert refused is None or not model.takes(use, call_text(model, refused))
+
+
+def test_properties_that_a_left_out_condition_tells_of_are_permitted() -> None:
+    model = Model(chat("chatml"))
+    use = forced(one_tool(LOOSE["condition"][0]))
+    assert model.ends(use, call_text(model, {"a": 1, "b": 2}))
+
+
+@pytest.mark.parametrize("case", LOOSE)
+def test_strict_tool_whose_schema_cannot_be_kept_is_refused_by_name(case: str) -> None:
+    model = Model(chat("chatml"))
+    use = forced(one_tool(A, name="g"), one_tool(LOOSE[case][0], strict=True))
+    with pytest.raises(InvalidRequest) as refused:
+        model.matcher(use)
+    assert refused.value.param == "tools[1].function.parameters"
+    assert refused.value.message.startswith("tools[1].function.parameters: ")
+
+
+def test_loose_tool_beside_a_strict_one_loosens_nothing_of_it() -> None:
+    model = Model(chat("chatml"))
+    use = forced(one_tool(A, strict=True), one_tool(LOOSE["type"][0], name="g"))
+    assert model.ends(use, call_text(model, {"a": "x"}, "g"))
+    assert model.ends(use, call_text(model, {"a": 1}))
+    assert not model.takes(use, call_text(model, {"a": 2}))
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"properties": {"a": nested(depth - 1)}} if depth else {}
+
+
+def long(number: int) -> dict[str, Any]:
+    return {"properties": {"a": {"enum": [f"{i:05}" for i in range(number)]}}}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_schemas_that_are_too_large_are_refused_by_name(strict: bool) -> None:
+    model = Model(chat("chatml"))
+    for schema, limit in ((nested(40), "60 levels"), (long(4000), "32768")):
+        with pytest.raises(InvalidRequest, match=limit) as refused:
+            model.matcher(forced(one_tool(A, name="g"), one_tool(schema, strict)))
+        assert refused.value.param == "tools[1].function.parameters"
+    with pytest.raises(InvalidRequest, match="131072") as refused:
+        model.matcher(forced(*(one_tool(long(3000), strict, f"f{i}") for i in range(6))))
+    assert refused.value.param == "tools"
+
+
+def test_grammar_of_many_tools_is_made_quickly() -> None:
+    model = Model(chat("chatml"))
+    schema = {"properties": {f"p{i}": {"type": "string", "maxLength": 30} for i in range(20)}}
+    use = forced(*(one_tool(schema, name=f"f{i}") for i in range(100)))
+    started_at = time.process_time()
+    matcher = model.matcher(use)
+    assert time.process_time() - started_at < 5
+    assert not matcher.is_error()
+
+
+def test_schemas_that_only_together_cost_too_much_are_opened_but_for_strict_ones() -> None:
+    model = Model(chat("chatml"))
+    wide = {"properties": {f"p{i}": {"maxLength": 30} for i in range(900)}}
+    loose = [one_tool(wide, name=f"f{i}") for i in range(4)]
+    use = forced(*loose, one_tool(A, strict=True, name="g"))
+    assert model.ends(use, call_text(model, {"x": 1}, "f0"))
+    assert not model.takes(use, call_text(model, {"a": 2}, "g"))
