@@ -121,7 +121,8 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
             )
         assert chat.tool_format is not None  # `render` has refused otherwise
         form = ToolForm(use, chat.tool_format, marker_ids)
-        if form.is_held:
+        # Where answers cannot be held to a form, calls that need not come are still found in them.
+        if form.is_held and (service.model.grammars is not None or form.is_needed):
             structure = Structure("tools", "tools", form, is_free=not use.is_forced)
     return Ask(
         g.request_id,

@@ -33,8 +33,12 @@ class ToolForm:
     def is_held(self) -> bool:
         """Is there anything to hold it to? Not where free text and a call begin alike (Llama's
         format), if it may be either and no tool is strict."""
-        use = self.use
-        return bool(use.is_forced or self.format.begin or any(tool.strict for tool in use.callable))
+        return bool(self.is_needed or self.format.begin)
+
+    @property
+    def is_needed(self) -> bool:
+        """Does the request ask for it: for a call, or for one that keeps to its schema?"""
+        return self.use.is_forced or any(tool.strict for tool in self.use.callable)
 
 
 def tool_grammar(use: ToolUse, format_: ToolFormat, marker_ids: Mapping[str, int]) -> str:

@@ -18,7 +18,7 @@ from app.service import Service
 from app.text import TextCodec
 
 from .engines import loaded_model, noise_engine
-from .test_api import SETTINGS
+from .services import SETTINGS
 from .tiny_chats import chat
 
 CITY = {
@@ -102,14 +102,15 @@ def test_schema_that_cannot_be_kept_is_an_error_for_a_strict_tool_alone(
     assert "'uniqueItems' is not supported" in answer["error"]["message"]
 
 
-def test_tools_need_a_tokenizer_that_grammars_can_be_made_for(
+def test_forced_calls_need_a_tokenizer_that_grammars_can_be_made_for(
     service: NoiseService, client: FlaskClient
 ) -> None:
     model = service.model
     service.lose_grammars()
     try:
         status, answer = ask(client, tool_choice="required")
+        status_of_auto, _ = ask(client, max_tokens=5)
     finally:
         service._model = model
-    assert status == 400
+    assert (status, status_of_auto) == (400, 200)
     assert "this model's tokenizer" in answer["error"]["message"]

@@ -329,7 +329,7 @@ def test_tool_that_cannot_be_kept_to_is_refused_if_it_is_strict(
     ask(qwen, tools=[tool("f", parameters)])
     with pytest.raises(openai.BadRequestError) as refused:
         ask(qwen, tools=[tool("f", parameters, strict=True)])
-    assert refused.value.param == "tools"
+    assert refused.value.param == "tools[0].function.parameters"
     assert word in refused.value.message
 
 
