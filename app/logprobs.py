@@ -10,7 +10,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from .candidates import largest
+from .candidates import block_sums, exponentials, largest
 from .sequence import TokenLogprobs
 
 
@@ -27,9 +27,7 @@ def log_probabilities(
     Tokens of probability 0 are not among the likeliest, so there may be fewer. `scratch`, of the
     same shape, is overwritten.
     """
-    scaled = np.subtract(logits, np.float32(top), out=scratch)
-    # float32 adds pairwise: the sum of a vocabulary is right to some 1e-7.
-    log_sum = top + math.log(float(np.exp(scaled, out=scaled).sum()))
+    log_sum = top + math.log(float(block_sums(exponentials(logits, top, 1, scratch)).sum()))
     likeliest: tuple[tuple[int, float], ...] = ()
     if num_logprobs > 0:
         ids = largest(logits, num_logprobs)

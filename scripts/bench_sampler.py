@@ -1,7 +1,7 @@
 """Measure what choosing tokens costs beside the model's own decode step.
 
     python scripts/bench_sampler.py [--model models/default] [--rows 32] [--steps 32] [--repeats 5]
-        [--prompt-tokens 64] [--threads N] [--json FILE]
+        [--vocab N] [--prompt-tokens 64] [--threads N] [--json FILE]
 
 Loads a model folder, no server, and decodes --rows sequences at once, with the engine's own
 scheduler, cache, model and sampler. In every step `model.forward` and `sampler.sample` are timed
@@ -9,17 +9,22 @@ beside each other. The mixes take turns, so that a machine that slows down for a
 
     greedy        temperature 0
     temperature   1.0, nothing else: the draw is from the whole vocabulary
-    mixed         every row another combination of temperature, top_k, top_p, min_p, the three
-                  penalties, logit_bias, banned tokens, min_tokens, logprobs 0 to 20 and seeds
+    mixed         every row another combination: a quarter is greedy, a quarter wants
+                  log-probabilities (of 0, 5 or 20 tokens beside each), and each of top_k, top_p,
+                  min_p, the three penalties, logit_bias (10 or 300 tokens), banned tokens and
+                  min_tokens is on in 2 rows of 5, dealt by chance and the same in every run
+    everything    the worst case: nearly all of these in every row, log-probabilities in 21 of 22
     masked        temperature 1.0 and a grammar's mask on every row; making the mask is not counted
 
 Milliseconds are medians of the repeats' medians; `share` is sampler / model, the median (min..
-max) of the repeats. Prompts are pieces of the README of this repository. With the
-defaults and the default model it takes 2 minutes on 2 cores. The last line on stdout is one JSON
-object with everything.
+max) of the repeats. Prompts are pieces of the README of this repository. --vocab lets the sampler
+see the first N logits of each row only; the model computes them all as before. With the defaults
+and the default model it takes 2 minutes on 2 cores. The last line on stdout is one JSON object
+with everything.
 """
 
 import itertools
+import random
 import statistics
 import sys
 import time
@@ -56,6 +61,7 @@ class Bench:
     cache: KVCache
     prompts: list[list[int]]  # one per row
     num_steps: int
+    vocab: int  # of the logits that the sampler sees
 
     @property
     def max_tokens(self) -> int:
@@ -79,6 +85,32 @@ def temperature(row: int, vocab: int, max_tokens: int) -> state.SamplingParams:
 
 
 def mixed(row: int, vocab: int, max_tokens: int) -> state.SamplingParams:
+    dealt = random.Random(row)
+
+    def sometimes(values: tuple[Any, ...], off: Any) -> Any:
+        return dealt.choice(values) if dealt.random() < 0.4 else off
+
+    num_biased = sometimes((10, 300), 0)
+    return state.SamplingParams(
+        max_tokens,
+        ignore_eos=True,
+        temperature=0.0 if row % 4 == 3 else dealt.choice((0.3, 0.7, 1.0, 1.5)),
+        top_k=sometimes((20, 50, 1000), 0),
+        top_p=sometimes((0.5, 0.9, 0.95), 1.0),
+        min_p=sometimes((0.02, 0.05, 0.1), 0.0),
+        repetition_penalty=sometimes((1.1, 1.3), 1.0),
+        presence_penalty=sometimes((0.5, 1.5), 0.0),
+        frequency_penalty=sometimes((0.5, -0.2), 0.0),
+        logit_bias={i * 13 % vocab: -1.0 for i in range(num_biased)},
+        banned_token_ids=sometimes(((1, 2, 3),), ()),
+        stop_token_ids=frozenset({0}),
+        min_tokens=sometimes((max_tokens,), 0),
+        num_logprobs=(0, 5, 20)[row % 3] if row // 4 % 4 == 0 else None,
+        seed=row,
+    )
+
+
+def everything(row: int, vocab: int, max_tokens: int) -> state.SamplingParams:
     """Lists of different lengths, so that rows differ in which values meet."""
     return state.SamplingParams(
         max_tokens,
@@ -103,6 +135,7 @@ MIXES: dict[str, Callable[[int, int, int], state.SamplingParams]] = {
     "greedy": greedy,
     "temperature": temperature,
     "mixed": mixed,
+    "everything": everything,
     "masked": temperature,
 }
 
@@ -114,7 +147,7 @@ def make_masks(num_rows: int, vocab: int, rng: np.random.Generator) -> Masks:
 
 
 def measure(name: str, bench_: Bench, seed: int) -> Run:
-    vocab, num_rows = bench_.model.spec.vocab_size, len(bench_.prompts)
+    vocab, num_rows = bench_.vocab, len(bench_.prompts)
     scheduler = Scheduler(num_rows, bench_.cache.max_len, PREFILL_CHUNK, frozenset())
     for row, prompt in enumerate(bench_.prompts):
         params = MIXES[name](row, vocab, bench_.max_tokens)
@@ -128,7 +161,7 @@ def measure(name: str, bench_: Bench, seed: int) -> Run:
         started_at = time.perf_counter()
         logits = bench_.model.forward(plan, bench_.cache)
         ran_at = time.perf_counter()
-        sampled = sample(logits, plan.sampled, masks)
+        sampled = sample(logits[:, :vocab], plan.sampled, masks)
         done_at = time.perf_counter()
         advances = scheduler.commit(plan, sampled)
         if errors := [advance.error for advance in advances if advance.error]:
@@ -167,8 +200,12 @@ def table_row(row: dict[str, Any]) -> str:
     return f"{row['mix']:12}{times}{share:>26}"
 
 
-def prepare(folder: Path, threads: int, rows: int, steps: int, prompt_tokens: int) -> Bench:
+def prepare(
+    folder: Path, threads: int, rows: int, steps: int, prompt_tokens: int, vocab: int | None
+) -> Bench:
     model = OnnxModel.load(folder, "auto", threads)
+    if vocab is not None and vocab > model.spec.vocab_size:
+        raise click.ClickException(f"--vocab {vocab}: the model has {model.spec.vocab_size} tokens")
     needed = prompt_tokens + steps + WARM_UP_STEPS + rows + 1
     if needed > model.context_length:
         raise click.ClickException(
@@ -178,7 +215,8 @@ def prepare(folder: Path, threads: int, rows: int, steps: int, prompt_tokens: in
     ids = TextCodec.load(folder).encode((ROOT / "README.md").read_text())
     starts = np.linspace(0, len(ids) - prompt_tokens, rows).astype(int).tolist()
     prompts = [ids[start : start + prompt_tokens] for start in starts]
-    return Bench(model, KVCache(model.spec.kv, rows, needed, model.device), prompts, steps)
+    cache = KVCache(model.spec.kv, rows, needed, model.device)
+    return Bench(model, cache, prompts, steps, vocab or model.spec.vocab_size)
 
 
 @click.command()
@@ -191,6 +229,7 @@ def prepare(folder: Path, threads: int, rows: int, steps: int, prompt_tokens: in
 @click.option("--rows", default=32, show_default=True, type=click.IntRange(1))
 @click.option("--steps", default=32, show_default=True, type=click.IntRange(1), help="Per repeat.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1))
+@click.option("--vocab", type=click.IntRange(1), help="Logits per row; the model's vocabulary.")
 @click.option("--prompt-tokens", default=64, show_default=True, type=click.IntRange(1))
 @click.option("--threads", type=click.IntRange(1), help="The model's; the machine's cores.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write it here.")
@@ -199,13 +238,14 @@ def main(
     rows: int,
     steps: int,
     repeats: int,
+    vocab: int | None,
     prompt_tokens: int,
     threads: int | None,
     json_file: Path | None,
 ) -> None:
     """Measure what choosing tokens costs beside the model's own decode step."""
     threads = threads or available_cpus()
-    bench_ = prepare(model, threads, rows, steps, prompt_tokens)
+    bench_ = prepare(model, threads, rows, steps, prompt_tokens, vocab)
     runs: dict[str, list[Run]] = {name: [] for name in MIXES}
     for repeat in range(repeats):
         for name, found in runs.items():
@@ -218,7 +258,13 @@ def main(
         click.echo(table_row(row))
     about = bench_.model.describe(model)
     config = {key: about[key] for key in ("model", "precision", "form", "vocab_size")}
-    config |= {"rows": rows, "steps": steps, "repeats": repeats, "threads": threads}
+    config |= {
+        "vocab": bench_.vocab,
+        "rows": rows,
+        "steps": steps,
+        "repeats": repeats,
+        "threads": threads,
+    }
     bench.publish(
         {"config": config | {"prompt_tokens": prompt_tokens}, "results": results}, json_file
     )

@@ -21,12 +21,18 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_every_mix_is_measured_beside_the_model(tiny_llama: TinyModel, tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    sizes = ["--rows", "9", "--steps", "3", "--repeats", "2", "--prompt-tokens", "5"]
+    sizes = ["--rows", "5", "--steps", "1", "--repeats", "2", "--prompt-tokens", "5"]
     done = run("--model", str(tiny_llama.folder), *sizes, "--threads", "1", "--json", str(file))
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
     assert json.loads(done.stdout.splitlines()[-1]) == report
-    assert [row["mix"] for row in report["results"]] == ["greedy", "temperature", "mixed", "masked"]
+    assert [row["mix"] for row in report["results"]] == [
+        "greedy",
+        "temperature",
+        "mixed",
+        "everything",
+        "masked",
+    ]
     for row in report["results"]:
         assert len(row["share_runs"]) == 2
         assert min(row["model_ms"], row["sampler_ms"], row["share"]) > 0

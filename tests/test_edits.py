@@ -27,7 +27,7 @@ from app.sequence import SamplingParams, Sequence
 from .sampling import distribution, edited
 
 WIDTH = 40  # more than a word of a mask
-quick = settings(deadline=None, max_examples=100)
+quick = settings(deadline=None, max_examples=40)
 
 # Quarters, and penalties that divide them exactly: ties are frequent, and rounding decides nothing.
 logits = st.lists(
@@ -122,7 +122,7 @@ def test_choice_is_one_that_the_definitions_permit(
     assert (0 in sampled.logprobs) == (asked.num_logprobs is not None)
 
 
-@settings(quick, max_examples=40)
+@settings(quick, max_examples=20)
 @given(st.lists(requests, min_size=2, max_size=5), st.randoms(use_true_random=False))
 def test_row_alone_gets_what_it_gets_in_company(
     batch: list[tuple[list[float], Sequence, NDArray[np.uint32] | None]], order: object

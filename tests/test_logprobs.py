@@ -76,7 +76,7 @@ def test_what_is_kept_of_a_token_is_20_pairs_and_no_array() -> None:
     assert pairs + sys.getsizeof(found.top) < 4096
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(st.integers(1, 6000), st.integers(1, 400), st.integers(1, 50), st.integers(0, 2**32 - 1))
 @example(4000, 10, 1, 0)
 @example(6000, 300, 3, 0)
