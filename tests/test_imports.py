@@ -48,7 +48,7 @@ OWN: dict[str, set[str]] = {
     "plain": {"control"},
     "text": {"control", "errors", "folder", "plain"},
     # conversations and tools
-    "tools": {"errors"},
+    "tools": set(),
     "tool_calls": {"stops", "tools"},
     "tool_grammar": {"tools"},
     "template": {"tool_calls", "tools"},
@@ -68,7 +68,7 @@ OWN: dict[str, set[str]] = {
     # HTTP
     "fields": {"sequence"},
     "generate_requests": {"fields"},
-    "openai_requests": {"fields"},
+    "openai_requests": {"fields", "tools"},
     "protocol": {"errors"},
     "limits": {"errors", "fields"},
     "replies": {"completion", "errors", "text"},
