@@ -46,7 +46,9 @@ OWN: dict[str, set[str]] = {
     },
     "control": {"errors"},
     "plain": {"control"},
-    "text": {"control", "errors", "folder", "plain"},
+    "detokenizer": {"errors"},
+    "ends": {"folder"},
+    "text": {"control", "detokenizer", "ends", "errors", "plain"},
     # conversations and tools
     "tools": set(),
     "tool_calls": {"stops", "tools"},
@@ -57,14 +59,14 @@ OWN: dict[str, set[str]] = {
     "lark": {"schema"},
     "tool_schemas": {"errors", "schema", "tool_grammar", "tools"},
     "grammar": {
-        *{"errors", "lark", "schema", "sequence", "text", "tool_grammar", "tool_schemas"},
+        *{"detokenizer", "errors", "lark", "schema", "sequence", "tool_grammar", "tool_schemas"},
     },
     "metrics": {"sequence"},
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"grammar", "kv_cache", "sampler", "scheduler", "sequence"},
     "bridge": {"engine", "errors", "sequence"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
-    "completion": {"bridge", "errors", "sequence", "stops", "text"},
+    "completion": {"bridge", "detokenizer", "errors", "sequence", "stops"},
     # HTTP
     "fields": {"sequence"},
     "generate_requests": {"fields"},
@@ -120,9 +122,9 @@ DOORS: dict[str, set[str]] = {
         *{"record", "responses", "routes"},
     },
     "pydantic_core": {"protocol"},
-    "tokenizers": {"grammar", "plain", "text"},
+    "tokenizers": {"detokenizer", "grammar", "plain", "text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
-    "transformers": {"text"},
+    "transformers": {"ends", "text"},
     "werkzeug": {"api"},
 }
 
