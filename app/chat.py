@@ -17,7 +17,7 @@ from .control import Change, changed, strings
 from .errors import InvalidRequest
 from .template import ROLES, Message, TemplateFacts, adapt, probe
 from .text import TextCodec
-from .tools import NAME, ToolFormat
+from .tools import ToolFormat
 
 Tools = list[dict[str, Any]] | None
 
@@ -70,7 +70,7 @@ class ChatTemplate:
         }
 
     def render(self, messages: list[Message], tools: Tools = None) -> Rendered:
-        """OpenAI's messages, with text or null as content; `tools` as `Tool.shown` gives them.
+        """Messages as `for_template` of validated ones gives them, `tools` as `Tool.shown` does.
 
         Raises InvalidRequest if there is no template, if it refuses the conversation, or would
         leave a message out.
@@ -84,8 +84,8 @@ class ChatTemplate:
                 param="tools",
             )
         try:
-            checked = [self._checked(message, i) for i, message in enumerate(messages)]
-            return self._render(_with_names(checked), tools, facts)
+            prepared = [self._prepared(message, i) for i, message in enumerate(messages)]
+            return self._render(_with_names(prepared), tools, facts)
         except RecursionError:
             raise InvalidRequest("messages: nested too deeply", param="messages") from None
 
@@ -143,28 +143,14 @@ class ChatTemplate:
         )
         return next(lost, None)
 
-    # --- messages as OpenAI sends them -----------------------------------------------------------
-
-    def _checked(self, message: Message, i: int) -> Message:
-        role, content = message.get("role"), message.get("content")
+    def _prepared(self, message: Message, i: int) -> Message:
+        role, calls = message["role"], message.get("tool_calls")
         if role not in self._accepted:
             known = ", ".join(self._accepted)
             raise _wrong(i, "role", f"{role!r} is none of the roles that this model takes: {known}")
-        calls = message.get("tool_calls") or None
-        if calls is not None and role != "assistant":
-            raise _wrong(i, "tool_calls", "only an assistant's message can have them")
-        if content is None and calls is None:
-            raise _wrong(i, "content", "is required; only a message with tool_calls can omit it")
-        if not isinstance(content, str | None):
-            raise _wrong(i, "content", "must be a string")
-        checked: Message = {"role": role, "content": content or ""}
-        if message.get("name") is not None:
-            checked["name"] = _text(message["name"], i, "name")
-        if calls is not None:
-            checked["tool_calls"] = [_call(call, i, k) for k, call in enumerate(calls)]
-        if role == "tool":
-            checked["tool_call_id"] = _text(message.get("tool_call_id"), i, "tool_call_id")
-        return checked
+        if calls is None:
+            return message
+        return message | {"tool_calls": [_call(call, i, k) for k, call in enumerate(calls)]}
 
     @cached_property
     def _accepted(self) -> list[str]:
@@ -186,16 +172,10 @@ def _changed(messages: list[Message], tools: Tools, change: Change) -> tuple[lis
     return new, changed(tools, change)
 
 
-def _call(call: Any, i: int, k: int) -> dict[str, Any]:
+def _call(call: dict[str, Any], i: int, k: int) -> dict[str, Any]:
     """With the arguments as an object, which is what templates expect."""
     at = f"tool_calls[{k}]"
-    match call:
-        case {"id": str(id_), "function": {"name": str(name), "arguments": str(arguments)}}:
-            pass
-        case _:
-            raise _wrong(i, at, "must have an id and a function with a name and arguments")
-    if not NAME.fullmatch(name):
-        raise _wrong(i, f"{at}.function.name", "must be 1 to 64 of A-Z a-z 0-9 _ -")
+    arguments: str = call["function"]["arguments"]
     try:
         parsed = json.loads(arguments, parse_constant=_no_number) if arguments.strip() else {}
         "".join(strings(parsed)).encode()  # an escape may be half a character
@@ -203,8 +183,7 @@ def _call(call: Any, i: int, k: int) -> dict[str, Any]:
         raise _wrong(i, f"{at}.function.arguments", f"no valid JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise _wrong(i, f"{at}.function.arguments", "must be a JSON object, as a string")
-    function = {"name": name, "arguments": parsed}
-    return {"id": id_, "type": "function", "function": function}
+    return call | {"function": call["function"] | {"arguments": parsed}}
 
 
 def _no_number(name: str) -> NoReturn:
@@ -222,12 +201,6 @@ def _with_names(messages: list[Message]) -> list[Message]:
         {"name": names[m["tool_call_id"]], **m} if m.get("tool_call_id") in names else m
         for m in messages
     ]
-
-
-def _text(value: Any, i: int, field: str) -> str:
-    if not isinstance(value, str):
-        raise _wrong(i, field, "must be a string")
-    return value
 
 
 def _wrong(i: int, field: str, why: str) -> InvalidRequest:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .detokenizer import Detokenizer
 from .errors import DeadEnd, DeadlineExceeded, ModelFailure, NotReady
 from .sequence import Advance, FinishReason, Sequence, TokenLogprobs
 from .stops import StopMatcher
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from gevent.event import Event
 
     from .bridge import TokenStream
-    from .text import Detokenizer  # brings transformers, which the hub does not wait for
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ _LIMITS = {
 
 
 @dataclass(frozen=True)
-class Field:
+class FieldRow:
     name: str
     parts: Parts
     is_required: bool
@@ -125,7 +125,7 @@ def _route(method: str, path: str, operation: Json, components: Json) -> Json:
     }
 
 
-def _fields(schema: Json) -> list[Field]:
+def _fields(schema: Json) -> list[FieldRow]:
     required = schema.get("required", ())
     return [
         _field(name, each, {"required": name in required})
@@ -133,11 +133,11 @@ def _fields(schema: Json) -> list[Field]:
     ]
 
 
-def _field(name: str, schema: Json, owner: Json) -> Field:
+def _field(name: str, schema: Json, owner: Json) -> FieldRow:
     default = json.dumps(schema["default"]) if "default" in schema else ""
     meaning = schema.get("description", "")
     parts = list(_parts(schema, shows_limits=not meaning))  # descriptions state them
-    return Field(name, parts, bool(owner.get("required")), default, meaning)
+    return FieldRow(name, parts, bool(owner.get("required")), default, meaning)
 
 
 def _resolved(node: Json, components: Json) -> Json:

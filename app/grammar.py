@@ -16,11 +16,11 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, Token
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from .detokenizer import token_bytes
 from .errors import InvalidRequest
 from .lark import MAX_LARK_CHARS, prepare_lark
 from .schema import prepare_schema
 from .sequence import Sequence
-from .text import token_bytes
 from .tool_grammar import ToolForm
 from .tool_schemas import compile_tools
 

@@ -11,7 +11,6 @@ from .limits import check_ids
 from .openai_replies import ChatReply, CompletionReply, Reply
 from .openai_requests import (
     ChatRequest,
-    ChosenTool,
     CompletionRequest,
     OpenAIFields,
     RenderRequest,
@@ -19,7 +18,7 @@ from .openai_requests import (
 from .service import Ask, Service
 from .tool_calls import ToolParser
 from .tool_grammar import ToolForm
-from .tools import ToolUse, parse_tool_use
+from .tools import ToolUse
 
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 
@@ -40,7 +39,7 @@ def openai_routes(service: Service) -> Blueprint:
     def chat_completions() -> Response:
         asked = read_request(ChatRequest, service.settings)
         _check_model(service, asked.model)
-        use = _tool_use(asked)
+        use = asked.tool_use()
         answer = service.submit(asked, _ask_chat(service, asked, use))
         parsers = [_tool_parser(service, use) for _ in answer.completions] if use else None
         codec, name = service.model.codec, _name(service, asked)
@@ -49,8 +48,7 @@ def openai_routes(service: Service) -> Blueprint:
     @routes.post("/chat/render")
     def chat_render() -> Response:
         asked = read_request(RenderRequest, service.settings)
-        use = parse_tool_use(asked.template_tools)
-        rendered = service.render(asked.template_messages, use)
+        rendered = service.render(asked.template_messages, asked.tool_use())
         return json_response(
             {
                 "prompt": rendered.text,
@@ -136,12 +134,6 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
         structure=structure,
         visible_ids=frozenset(marker_ids.values()),
     )
-
-
-def _tool_use(asked: ChatRequest) -> ToolUse | None:
-    choice = asked.tool_choice
-    named = choice.model_dump() if isinstance(choice, ChosenTool) else choice
-    return parse_tool_use(asked.template_tools, named, asked.parallel_tool_calls)
 
 
 def _tool_parser(service: Service, use: ToolUse) -> ToolParser:

@@ -6,11 +6,15 @@ that are not here are refused by name.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from .fields import MAX_LOGPROBS, SamplingFields, Strict, TokenId
+from .tools import NO_ARGUMENTS, Tool, ToolUse
+
+MAX_TOOLS = 128
 
 # Who asks, where it is billed, kept or cached: without effect on the answer.
 PLATFORM_FIELDS = (
@@ -126,12 +130,12 @@ class _Message(Strict):
     name: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: content as one string, no fields that are null."""
-        message = self.model_dump(exclude_none=True)
-        content = message.get("content")
-        if isinstance(content, list):
-            message["content"] = "".join(part["text"] for part in content)
-        return message
+        """As chat templates expect it: content as one string, no fields that are null; arguments
+        of calls are text still."""
+        fields = self.model_dump(exclude_none=True)
+        role, content = fields.pop("role"), fields.pop("content", "")
+        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        return {"role": role, "content": text, **fields}
 
 
 class SystemMessage(_Message):
@@ -153,7 +157,7 @@ class AssistantMessage(_Message):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: list[Any] | None = Field(None, max_length=0)
+    annotations: list[Any] | None = Field(None, max_length=0, exclude=True)
 
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:
@@ -168,7 +172,7 @@ class ToolMessage(_Message):
     tool_call_id: str
 
 
-Message = Annotated[
+ChatMessage = Annotated[
     SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
 ]
 
@@ -179,8 +183,19 @@ class Function(Strict):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @field_validator("parameters")
+    @classmethod
+    def _are_an_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        if schema is not None and schema.get("type", "object") != "object":
+            raise ValueError('must be a JSON schema of type "object"')
+        return schema
 
-class Tool(Strict):
+    def tool(self) -> Tool:
+        parameters = self.parameters or NO_ARGUMENTS
+        return Tool(self.name, parameters, self.description, bool(self.strict))
+
+
+class FunctionTool(Strict):
     type: Literal["function"]
     function: Function
 
@@ -197,26 +212,35 @@ class ChosenTool(Strict):
 class RenderRequest(Strict):
     """The body of `POST /v1/chat/render`."""
 
-    messages: list[Message] = Field(
+    messages: list[ChatMessage] = Field(
         min_length=1,
         description="a list of at least one message, each with a role (system, developer, user, "
         "assistant or tool) and content: a string, or a list of parts of type text",
     )
-    tools: list[Tool] | None = Field(
+    tools: list[FunctionTool] | None = Field(
         None,
         min_length=1,
-        max_length=128,
-        description="a list of 1 to 128 functions: type, and function with name, description, "
-        "parameters (a JSON schema) and strict",
+        max_length=MAX_TOOLS,
+        description=f"a list of 1 to {MAX_TOOLS} functions: type, and function with name, "
+        "description, parameters (a JSON schema) and strict",
     )
 
     @property
     def template_messages(self) -> list[dict[str, Any]]:
         return [message.for_template() for message in self.messages]
 
-    @property
-    def template_tools(self) -> list[dict[str, Any]]:
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+    def tool_use(self) -> ToolUse | None:
+        """None if no tool may be called."""
+        tools = tuple(tool.function.tool() for tool in self.tools or ())
+        return ToolUse(tools, tools, is_forced=False, is_parallel=True) if tools else None
+
+    @model_validator(mode="after")
+    def _names_no_two_tools_alike(self) -> RenderRequest:
+        names = [tool.function.name for tool in self.tools or ()]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise ValueError(f"tools[{i}].function.name: {name} is another tool's name, too")
+        return self
 
 
 class ChatRequest(RenderRequest, OpenAIFields):
@@ -242,6 +266,16 @@ class ChatRequest(RenderRequest, OpenAIFields):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def tool_use(self) -> ToolUse | None:
+        use, choice = super().tool_use(), self.tool_choice
+        if use is None or choice == "none":
+            return None
+        if isinstance(choice, ChosenTool):
+            chosen = tuple(tool for tool in use.tools if tool.name == choice.function.name)
+            return replace(use, callable=chosen, is_forced=True, is_parallel=False)
+        is_parallel = self.parallel_tool_calls is not False
+        return replace(use, is_forced=choice == "required", is_parallel=is_parallel)
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> ChatRequest:

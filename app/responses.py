@@ -19,30 +19,30 @@ Reason = Literal["stop", "length", "repetition", "timeout"]
 ChatReason = Literal["stop", "length", "repetition", "timeout", "tool_calls"]
 
 
-class Reply(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Error(Reply):
+class Error(Body):
     message: str = Field(description="for people; names the field and its limit")
     type: str
     code: str = Field(description="for programs")
     param: str | None = Field(description="the field, header or parameter that is wrong")
 
 
-class ErrorReply(Reply):
+class ErrorReply(Body):
     """OpenAI's error object."""
 
     error: Error
 
 
-class Usage(Reply):
+class Usage(Body):
     prompt_tokens: Count = Field(description="of each prompt once")
     completion_tokens: Count = Field(description="of all choices, end tokens included")
     total_tokens: Count
 
 
-class Timings(Reply):
+class Timings(Body):
     queue_seconds: Seconds = Field(description="from arrival until a row was free")
     prefill_seconds: Seconds = Field(description="from there to the first token")
     decode_seconds: Seconds = Field(description="from the first token to the last")
@@ -51,7 +51,7 @@ class Timings(Reply):
     )
 
 
-class LikelyToken(Reply):
+class LikelyToken(Body):
     id: Count
     token: str = Field(description="its text; U+FFFD for a part of a character")
     logprob: float
@@ -62,14 +62,14 @@ class ChosenToken(LikelyToken):
     top_logprobs: list[LikelyToken] = Field(description="the likeliest in its place")
 
 
-class Ending(Reply):
+class Ending(Body):
     """What stands beside every answer."""
 
     timings: Timings
     request_id: str = Field(description="as in X-Request-Id")
 
 
-class GenerateChoice(Reply):
+class GenerateChoice(Body):
     index: Count
     text: str
     logprobs: Absent[list[ChosenToken]] = None
@@ -87,7 +87,7 @@ class GenerateReply(Ending):
     model: str
 
 
-class GenerateEvent(Reply):
+class GenerateEvent(Body):
     """`usage`, `timings`, `request_id` and `model` stand on the last event."""
 
     index: Absent[Count] = Field(None, description="of the choice, if there are several")
@@ -100,13 +100,13 @@ class GenerateEvent(Reply):
     model: Absent[str] = None
 
 
-class TokenizeReply(Reply):
+class TokenizeReply(Body):
     tokens: list[Count]
     count: Count
     max_model_len: Count = Field(description="most tokens of prompt and answer together")
 
 
-class DetokenizeReply(Reply):
+class DetokenizeReply(Body):
     prompt: str
 
 
@@ -114,14 +114,14 @@ class RenderReply(TokenizeReply):
     prompt: str = Field(description="the conversation in the model's chat template")
 
 
-class CompletionLogprobs(Reply):
+class CompletionLogprobs(Body):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[Count]
 
 
-class CompletionChoice(Reply):
+class CompletionChoice(Body):
     index: Count
     text: str
     logprobs: CompletionLogprobs | None
@@ -132,13 +132,13 @@ class CompletionChunkChoice(CompletionChoice):
     finish_reason: Reason | None  # type: ignore[assignment]
 
 
-class _Object(Reply):
+class _Object(Body):
     id: str
     created: Count = Field(description="seconds since 1970")
     model: str
 
 
-class CompletionReply(_Object, Ending):
+class CompletionBody(_Object, Ending):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage
@@ -157,12 +157,12 @@ class CompletionChunk(_Chunk):
     choices: list[CompletionChunkChoice]
 
 
-class CalledFunctionReply(Reply):
+class CalledFunctionReply(Body):
     name: str
     arguments: str = Field(description="JSON")
 
 
-class ToolCallReply(Reply):
+class ToolCallReply(Body):
     id: str
     type: Literal["function"]
     function: CalledFunctionReply
@@ -172,39 +172,39 @@ class ToolCallDelta(ToolCallReply):
     index: Count
 
 
-class ChatMessageReply(Reply):
+class ChatMessageReply(Body):
     role: Literal["assistant"]
     content: str | None
     refusal: None
     tool_calls: Absent[list[ToolCallReply]] = Field(None, min_length=1)
 
 
-class ChatLogprobs(Reply):
+class ChatLogprobs(Body):
     content: list[ChosenToken]
     refusal: None
 
 
-class ChatChoice(Reply):
+class ChatChoice(Body):
     index: Count
     message: ChatMessageReply
     logprobs: ChatLogprobs | None
     finish_reason: ChatReason
 
 
-class ChatReply(_Object, Ending):
+class ChatBody(_Object, Ending):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
 
 
-class ChatDelta(Reply):
+class ChatDelta(Body):
     role: Absent[Literal["assistant"]] = Field(None, description="on a choice's first chunk")
     content: Absent[str] = None
     refusal: None = None
     tool_calls: Absent[list[ToolCallDelta]] = None
 
 
-class ChatChunkChoice(Reply):
+class ChatChunkChoice(Body):
     index: Count
     delta: ChatDelta
     logprobs: ChatLogprobs | None
@@ -216,7 +216,7 @@ class ChatChunk(_Chunk):
     choices: list[ChatChunkChoice]
 
 
-class ModelReply(Reply):
+class ModelReply(Body):
     id: str
     object: Literal["model"]
     created: Count
@@ -224,16 +224,16 @@ class ModelReply(Reply):
     max_model_len: Count
 
 
-class ModelsReply(Reply):
+class ModelsReply(Body):
     object: Literal["list"]
     data: list[ModelReply]
 
 
-class LiveReply(Reply):
+class LiveReply(Body):
     status: Literal["live"]
 
 
-class ReadyReply(Reply):
+class ReadyReply(Body):
     status: Literal["ready"]
     model: str
 

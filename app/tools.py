@@ -7,14 +7,9 @@ Knows nothing of templates' insides, grammars or HTTP.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import InvalidRequest
-
-MAX_TOOLS = 128
-NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -76,84 +71,6 @@ class ToolUse:
     callable: tuple[Tool, ...]
     is_forced: bool
     is_parallel: bool
-
-
-def parse_tools(tools: list[Any]) -> tuple[Tool, ...]:
-    """OpenAI's `tools`. Raises InvalidRequest."""
-    if not 1 <= len(tools) <= MAX_TOOLS:
-        raise _wrong("tools", f"{len(tools)} of them; 1 to {MAX_TOOLS} can be given")
-    parsed = tuple(_parse_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
-    names = [tool.name for tool in parsed]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise _wrong(f"tools[{i}].function.name", f"{name!r} is the name of another tool, too")
-    return parsed
-
-
-def parse_tool_use(
-    tools: list[Any] | None, choice: Any = None, is_parallel: bool | None = None
-) -> ToolUse | None:
-    """OpenAI's `tools`, `tool_choice` ("none", "auto", "required" or a named function; "auto" by
-    default) and `parallel_tool_calls` (true by default); None if no tool may be called.
-
-    Raises InvalidRequest.
-    """
-    if not tools:
-        if choice not in (None, "none", "auto") or is_parallel is not None:
-            field = "parallel_tool_calls" if is_parallel is not None else "tool_choice"
-            raise _wrong(field, "can only be given with tools")
-        return None
-    parsed = parse_tools(tools)
-    parallel = is_parallel is not False
-    if choice == "none":
-        return None
-    if choice in (None, "auto", "required"):
-        return ToolUse(parsed, parsed, choice == "required", parallel)
-    name = _named(choice)
-    chosen = tuple(tool for tool in parsed if tool.name == name)
-    if not chosen:
-        raise _wrong("tool_choice", f"{name!r} is none of the tools")
-    return ToolUse(parsed, chosen, True, False)
-
-
-def _named(choice: Any) -> str:
-    match choice:
-        case {"type": "function", "function": {"name": str(name), **inner}, **outer}:
-            if not inner and not outer:
-                return name
-    raise _wrong(
-        "tool_choice",
-        'must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}',
-    )
-
-
-def _parse_tool(tool: Any, at: str) -> Tool:
-    if not isinstance(tool, dict) or tool.get("type") != "function" or len(tool) != 2:
-        raise _wrong(at, 'must be {"type": "function", "function": {…}}; there are no other tools')
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        raise _wrong(f"{at}.function", "must be an object")
-    for key in function:
-        if key not in ("name", "description", "parameters", "strict"):
-            raise _wrong(f"{at}.function.{key}", "not a field of a function")
-    name, description = function.get("name"), function.get("description")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise _wrong(f"{at}.function.name", "must be 1 to 64 of the characters A-Z a-z 0-9 _ -")
-    if not isinstance(description, str | None):
-        raise _wrong(f"{at}.function.description", "must be a string")
-    strict = function.get("strict")
-    if not isinstance(strict, bool | None):
-        raise _wrong(f"{at}.function.strict", "must be true or false")
-    parameters = function.get("parameters")
-    if parameters is None or parameters == {}:
-        parameters = NO_ARGUMENTS
-    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        raise _wrong(f"{at}.function.parameters", 'must be a JSON schema of type "object"')
-    return Tool(name, parameters, description, bool(strict))
-
-
-def _wrong(param: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{param}: {why}", param=param)
 
 
 def as_json(value: Any) -> str:

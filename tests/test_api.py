@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from werkzeug.test import TestResponse
 
 from app.api import create_app
+from app.detokenizer import Detokenizer
 from app.sequence import StepPlan
-from app.text import Detokenizer, TextCodec
+from app.text import TextCodec
 
 from .engines import stub_answer
 from .services import StubService, events, read_slowly, running

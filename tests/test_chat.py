@@ -307,7 +307,7 @@ def conversation(text: str, key: str = "city") -> tuple[list[dict[str, Any]], li
     call = {"id": text, "type": "function", "function": {"name": "weather", "arguments": arguments}}
     messages = [
         {"role": "user", "content": text, "name": text},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": text, "tool_call_id": text},
     ]
     return messages, [{"type": "function", "function": function}]
@@ -360,12 +360,6 @@ def test_role_that_would_be_lost_is_refused(name: str, role: str) -> None:
     error = refusal(chat(name), [{"role": role, "content": "be brief"}, *turns("hello")])
     assert error.param == "messages[0].role"
     assert role in error.message
-
-
-@pytest.mark.parametrize("role", ["system\n", "think", "", "function", None, "<|im_end|>"])
-def test_unknown_role_is_refused(role: Any) -> None:
-    error = refusal(chat("chatml"), [*turns("a", "b"), {"role": role, "content": "c"}])
-    assert error.param == "messages[2].role"
 
 
 def test_developer_is_the_system_where_the_template_does_not_know_it() -> None:
@@ -422,23 +416,6 @@ def test_template_cannot_reach_beyond_its_sandbox() -> None:
 def test_template_code_in_content_is_text() -> None:
     text = "{{ 7 * 7 }}{% raise %}"
     assert text in chat("chatml").template.render(turns(text)).text
-
-
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"role": "user"}, "messages[0].content"),
-        ({"role": "user", "content": None}, "messages[0].content"),
-        ({"role": "assistant", "content": None}, "messages[0].content"),
-        ({"role": "user", "content": ["a"]}, "messages[0].content"),
-        ({"role": "user", "content": "a", "name": 1}, "messages[0].name"),
-        ({"role": "user", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls"),
-        ({"role": "assistant", "content": "a", "tool_calls": [{}]}, "messages[0].tool_calls[0]"),
-        ({"role": "tool", "content": "a"}, "messages[0].tool_call_id"),
-    ],
-)
-def test_message_of_another_shape_is_refused_by_name(message: dict[str, Any], param: str) -> None:
-    assert refusal(chat("qwen"), [message]).param == param
 
 
 @pytest.mark.parametrize(

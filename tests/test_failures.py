@@ -12,9 +12,9 @@ import pytest
 
 from app import generate_replies, openai_replies
 from app.api import create_app
+from app.detokenizer import Detokenizer
 from app.sequence import FinishReason, StepPlan
 from app.stops import StopMatcher
-from app.text import Detokenizer
 
 from .services import StubService, events, hold_until, read_slowly, running, until
 

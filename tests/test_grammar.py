@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from app.detokenizer import token_bytes
 from app.engine import Engine, Unobserved
 from app.errors import InvalidRequest
 from app.grammar import Grammar, GrammarConstraint, Grammars, MaskWorker
@@ -25,7 +26,7 @@ from app.kv_cache import KVCache
 from app.loading import _make_grammars
 from app.scheduler import Scheduler
 from app.sequence import FinishReason, SamplingParams, Sequence
-from app.text import TextCodec, token_bytes
+from app.text import TextCodec
 
 from .engines import noise_engine, run
 from .tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer

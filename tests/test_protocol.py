@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from app.errors import InvalidRequest
 from app.fields import SamplingFields
 from app.generate_requests import DetokenizeRequest, GenerateRequest, TokenizeRequest
-from app.openai_requests import ChatRequest, CompletionRequest
+from app.openai_requests import ChatRequest, CompletionRequest, RenderRequest
 from app.protocol import parse
 
 Wrong = dict[str, tuple[list[str], str]]
@@ -82,6 +82,7 @@ OPENAI: Wrong = SHARED | {
 }
 _USER = '{"role": "user", "content": "a"}'
 _TOOL = '{"type": "function", "function": {"name": "a"}}'
+_OTHER = _TOOL.replace('"a"', '"b"')
 WRONG: dict[type[BaseModel], Wrong] = {
     GenerateRequest: SHARED
     | {
@@ -134,6 +135,7 @@ WRONG_VALUES = [
 ]
 RIGHT: dict[type[BaseModel], dict[str, str]] = {
     ChatRequest: {"messages": f"[{_USER}]"},
+    RenderRequest: {"messages": f"[{_USER}]"},
     DetokenizeRequest: {"tokens": "[]"},
 }
 
@@ -279,15 +281,55 @@ def test_wrong_value_is_refused_naming_the_field_and_its_limit(
             '[{"role": "user", "content": "a", "tool_calls": []}]',
             "messages[0].tool_calls",
         ),
+        *(
+            (ChatRequest, "messages", f'[{_USER}, {{"role": {role}}}]', "messages[1].role")
+            for role in ('"system\\n"', '""', '"function"', "null", '"<|im_end|>"')
+        ),
+        (ChatRequest, "messages", '[{"role": "user", "content": null}]', "messages[0].content"),
+        (
+            *(ChatRequest, "messages"),
+            '[{"role": "user", "content": "a", "name": 1}]',
+            "messages[0].name",
+        ),
         (ChatRequest, "messages", '[{"role": "assistant"}]', "messages[0]"),
+        (
+            *(ChatRequest, "messages"),
+            '[{"role": "assistant", "tool_calls": [{}]}]',
+            "messages[0].tool_calls[0].id",
+        ),
+        (
+            *(ChatRequest, "messages"),
+            '[{"role": "assistant", "tool_calls": [{"id": "c", "type": "function", '
+            '"function": {"name": "a b", "arguments": ""}}]}]',
+            "messages[0].tool_calls[0].function.name",
+        ),
         (ChatRequest, "messages", '[{"role": "tool", "content": "a"}]', "messages[0].tool_call_id"),
         (ChatRequest, "tools", f"[{_TOOL}, {{}}]", "tools[1].type"),
+        (ChatRequest, "tools", '[{"type": "custom", "custom": {}}]', "tools[0].type"),
+        (ChatRequest, "tools", '[{"type": "function", "function": 1}]', "tools[0].function"),
+        (ChatRequest, "tools", f'[{_TOOL[:-1]}, "more": 1}}]', "tools[0].more"),
         (ChatRequest, "tools", '[{"type": "function", "function": {}}]', "tools[0].function.name"),
-        (
-            *(ChatRequest, "tools"),
-            '[{"type": "function", "function": {"name": "a", "parameters": []}}]',
-            "tools[0].function.parameters",
+        *(
+            (
+                *(ChatRequest, "tools"),
+                f'[{{"type": "function", "function": {{"name": {name}}}}}]',
+                "tools[0].function.name",
+            )
+            for name in ('""', f'"{"a" * 65}"', '"a b"', '"a\\n"', '"\u00e9"', "1", "null")
         ),
+        *(
+            (
+                *(ChatRequest, "tools"),
+                f'[{{"type": "function", "function": {{"name": "a", "{field}": {value}}}}}]',
+                f"tools[0].function.{field}",
+            )
+            for field, value in (
+                *(("parameters", "[]"), ("parameters", '{"type": "string"}')),
+                *(("description", "1"), ("strict", '"yes"'), ("schema", "{}")),
+            )
+        ),
+        (ChatRequest, "tools", f"[{_TOOL}, {_OTHER}, {_TOOL}]", "tools[2].function.name"),
+        (RenderRequest, "tools", f"[{_TOOL}, {_TOOL}]", "tools[1].function.name"),
         (ChatRequest, "tool_choice", '{"type": "function"}', "tool_choice.function"),
         (ChatRequest, "modalities", '["text", "audio"]', "modalities[1]"),
     ],

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
+from app.detokenizer import Detokenizer, token_bytes
+from app.ends import find_eos_ids
 from app.errors import UnservableModel
-from app.text import Detokenizer, TextCodec, find_eos_ids, token_bytes
+from app.text import TextCodec
 
 from .tiny_tokenizers import PHI3_SPECIALS, byte_level_tokenizer, sentencepiece_tokenizer
 

@@ -15,10 +15,11 @@ from llguidance import LLMatcher
 from app.engine import Engine, Unobserved
 from app.errors import InvalidRequest
 from app.grammar import Grammars
+from app.openai_requests import ChatRequest
 from app.sequence import SamplingParams, Sequence
 from app.tool_calls import ToolCall, ToolParser
 from app.tool_grammar import ToolForm
-from app.tools import ToolFormat, ToolUse, parse_tool_use
+from app.tools import ToolFormat, ToolUse
 
 from .engines import noise_engine, run
 from .tiny_chats import DEFAULT, Chat, chat
@@ -52,10 +53,16 @@ def tools(*, strict: bool = False) -> list[dict[str, Any]]:
     ]
 
 
-def use_of(choice: Any = "required", parallel: bool | None = None, strict: bool = False) -> ToolUse:
-    use = parse_tool_use(tools(strict=strict), choice, parallel)
+def asked(tools: list[dict[str, Any]], choice: Any, parallel: bool | None = None) -> ToolUse:
+    fields = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel}
+    messages = [{"role": "user", "content": "?"}]
+    use = ChatRequest.model_validate({"messages": messages} | fields).tool_use()
     assert use is not None
     return use
+
+
+def use_of(choice: Any = "required", parallel: bool | None = None, strict: bool = False) -> ToolUse:
+    return asked(tools(strict=strict), choice, parallel)
 
 
 class Model:
@@ -310,9 +317,7 @@ def one_tool(parameters: dict[str, Any], strict: bool = False, name: str = "f") 
 
 
 def forced(*tools: dict[str, Any]) -> ToolUse:
-    use = parse_tool_use([*tools], "required")
-    assert use is not None
-    return use
+    return asked([*tools], "required")
 
 
 def call_text(model: Model, arguments: dict[str, Any], name: str = "f") -> str:
