@@ -12,15 +12,18 @@ import gc
 import queue
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast
+from functools import cache
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import gevent
 import gevent.event
+from gevent.threadpool import ThreadPool
 
-from .errors import NotReady
+from .errors import DeadlineExceeded, NotReady
 from .sequence import Advance, FinishReason, Sequence
 
 if TYPE_CHECKING:
@@ -32,8 +35,17 @@ _SWITCH_INTERVAL_SECONDS = 0.0005
 _STOP_SECONDS = 10.0
 _RETEST_SECONDS = 1.0
 
-P = ParamSpec("P")
+# Threads for work off the hub. Each kind has its own, so that it waits for its like only: a grammar
+# may take seconds, a text milliseconds.
+Work = Literal["text", "template", "grammar"]
+_NUM_THREADS: dict[Work, int] = {"text": 4, "template": 2, "grammar": 2}
+
 T = TypeVar("T")
+
+
+@cache
+def _pool(kind: Work) -> ThreadPool:
+    return ThreadPool(_NUM_THREADS[kind])
 
 
 class State(enum.Enum):
@@ -117,16 +129,26 @@ class Bridge:
             self._inbox.put(stream.sequence)
         return streams, arrival
 
-    def off_hub(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """Runs `function` on a native thread; the hub turns meanwhile."""
+    def off_hub(
+        self, work: Callable[[], T], kind: Work = "text", deadline_at: float | None = None
+    ) -> T:
+        """Runs `work` on a native thread; the hub turns meanwhile.
+
+        Raises DeadlineExceeded at `deadline_at` (of `time.monotonic`). Work that waits for a thread
+        then never begins; what runs cannot be stopped: it keeps its thread, and its result is
+        dropped.
+        """
 
         def run() -> tuple[T | None, BaseException | None]:
             try:
-                return function(*arguments, **options), None
+                return work(), None
             except BaseException as error:  # gevent would print it, a client's mistake or not
                 return None, error
 
-        result, error = gevent.get_hub().threadpool.apply(run)
+        left = None if deadline_at is None else max(0.0, deadline_at - time.monotonic())
+        late = DeadlineExceeded("the request's time was over before its first token")
+        with gevent.Timeout(left, late):
+            result, error = _pool(kind).spawn(run).get()
         if error is not None:
             raise error
         return cast(T, result)

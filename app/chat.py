@@ -7,6 +7,7 @@ and only control tokens that it has written itself are encoded as such.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NoReturn
@@ -20,6 +21,9 @@ from .text import TextCodec
 from .tools import ToolFormat
 
 Tools = list[dict[str, Any]] | None
+Shape = tuple[tuple[str, bool, bool], ...]  # of each message: role, has content, has calls
+
+_CACHED_MESSAGES = 64  # longer conversations are checked anew: a cache of theirs would be large
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,8 @@ class ChatTemplate:
 
         plain = write(str)
         shape = tuple((m["role"], bool(m["content"]), "tool_calls" in m) for m in messages)
-        dropped = self._check_shape(shape)
+        is_short = len(shape) <= _CACHED_MESSAGES
+        dropped = self._check_shape(shape) if is_short else self._find_dropped(shape)
         if dropped is not None:
             role = messages[dropped]["role"]
             raise _wrong(dropped, "role", f"the model's chat template leaves out {role!r} here")
@@ -121,7 +126,7 @@ class ChatTemplate:
             why = f"the model's chat template fails on them ({type(error).__name__}: {error})"
         raise InvalidRequest(f"messages: {why}", param="messages") from None
 
-    def _find_dropped(self, shape: tuple[tuple[str, bool, bool], ...]) -> int | None:
+    def _find_dropped(self, shape: Shape) -> int | None:
         """The first message that does not appear in what the template writes, by sentinels."""
         assert self._facts is not None
         names = [f"sentinel{i}of{len(shape)}" for i in range(len(shape))]
@@ -136,10 +141,11 @@ class ChatTemplate:
                 message |= {"tool_call_id": "abcdefghi", "name": name}
             messages.append(message)
         text = self._apply(*adapt(messages, None, self._facts))
+        found = set(re.findall(rf"sentinel[0-9]+of{len(shape)}", text))
         lost = (
             i
             for i, (_, has_content, has_calls) in enumerate(shape)
-            if (has_content or has_calls) and names[i] not in text
+            if (has_content or has_calls) and names[i] not in found
         )
         return next(lost, None)
 

@@ -3,6 +3,7 @@
     ServeError
     |-- InvalidRequest        400  a field is missing, unknown or out of range; `param` names it
     |   |-- PromptTooLong     400  the prompt leaves no room for a token
+    |   |   `-- TooManyMessages    more messages than the context has tokens
     |   |-- DeadEnd           400  its grammar or its allowed tokens leave no token to choose
     |   |-- UnreadableBody    400  shorter than announced, or broken chunks
     |   `-- MalformedRequest  400  not HTTP, or HTTP that could be read in two ways
@@ -62,6 +63,17 @@ class PromptTooLong(InvalidRequest):
             f"{max_model_len} tokens; at most {max_model_len - 1} fit",
             param=param,
         )
+
+
+class TooManyMessages(PromptTooLong):
+    """Told before any template has run: each message has at least one token."""
+
+    def __init__(self, num_messages: int, max_model_len: int) -> None:
+        message = (
+            f"messages: {num_messages} messages are more than the context of {max_model_len} "
+            f"tokens has room for; at most {max_model_len - 1} fit"
+        )
+        InvalidRequest.__init__(self, message, param="messages")
 
 
 class DeadEnd(InvalidRequest):

@@ -178,6 +178,10 @@ class SamplingFields(Strict):
     def default_temperature(self) -> float:
         return 1.0
 
+    def first_seed(self) -> int:
+        """Of a prompt's first choice: another one each time where the request gives none."""
+        return secrets.randbits(64) if self.seed is None else self.seed % 2**64
+
     def params(self, max_tokens: int, num_logprobs: int | None) -> SamplingParams:
         temperature = self.temperature
         bias = self.logit_bias or {}
@@ -195,7 +199,7 @@ class SamplingFields(Strict):
             logit_bias={int(id_): value for id_, value in bias.items()},
             allowed_token_ids=None if allowed is None else tuple(sorted(set(allowed))),
             banned_token_ids=tuple(sorted(set(self.banned_token_ids or ()))),
-            seed=secrets.randbits(64) if self.seed is None else self.seed % 2**64,
+            seed=self.first_seed(),
             ignore_eos=self.ignore_eos,
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             repetition_guard=self.repetition_guard or 0,

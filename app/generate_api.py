@@ -37,8 +37,11 @@ def generate_routes(service: Service) -> Blueprint:
     @routes.post("/tokenize")
     def tokenize() -> Response:
         asked = read_request(TokenizeRequest, service.settings)
-        ids = service.encode(
-            asked.prompt, parse_special=asked.parse_special, prefix=asked.add_special_tokens
+        [ids] = service.encode(
+            [asked.prompt],
+            parse_special=asked.parse_special,
+            prefix=asked.add_special_tokens,
+            deadline_at=read_deadline(None, service.settings),
         )
         limit = service.model.max_model_len
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
@@ -47,20 +50,24 @@ def generate_routes(service: Service) -> Blueprint:
     def detokenize() -> Response:
         asked = read_request(DetokenizeRequest, service.settings)
         check_ids(asked.tokens, service.model.vocab_size, "tokens")
-        return json_response({"prompt": service.model.codec.decode(asked.tokens)})
+        deadline_at = read_deadline(None, service.settings)
+        return json_response({"prompt": service.decode(asked.tokens, deadline_at)})
 
     return routes
 
 
 def _ask(service: Service, asked: GenerateRequest) -> Ask:
-    prompt_ids = service.encode(asked.prompt, parse_special=asked.parse_special)
+    deadline_at = read_deadline(asked.timeout_ms, service.settings)
+    prompts = service.encode(
+        [asked.prompt], parse_special=asked.parse_special, deadline_at=deadline_at
+    )
     return Ask(
         g.request_id,
         g.arrived_at,
-        [prompt_ids],
+        prompts,
         num_logprobs=asked.logprobs,
         max_tokens=asked.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
-        deadline_at=read_deadline(asked.timeout_ms, service.settings),
+        deadline_at=deadline_at,
         structure=asked.structure(),
     )

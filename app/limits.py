@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from .errors import InvalidRequest, PromptTooLong
+from .errors import InvalidRequest, PromptTooLong, TooManyMessages
 
 if TYPE_CHECKING:
     from .fields import SamplingFields
@@ -45,6 +45,12 @@ def resolve_max_tokens(
             param=max_tokens_field,
         )
     return asked
+
+
+def check_messages(num_messages: int, max_model_len: int) -> None:
+    """Raises TooManyMessages for what cannot fit, before work goes into it."""
+    if num_messages >= max_model_len:
+        raise TooManyMessages(num_messages, max_model_len)
 
 
 def check_min_tokens(min_tokens: int, max_tokens: int) -> None:

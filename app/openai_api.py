@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from flask import Blueprint, Response, g
 
 from .errors import InvalidRequest, ModelNotFound
 from .fields import MAX_CHOICES, Structure
 from .http import json_response, read_deadline, read_request, send_stream, send_whole
-from .limits import check_ids
+from .limits import check_ids, check_messages
 from .openai_replies import ChatReply, CompletionReply, Reply
 from .openai_requests import (
     ChatRequest,
@@ -19,6 +21,9 @@ from .service import Ask, Service
 from .tool_calls import ToolParser
 from .tool_grammar import ToolForm
 from .tools import ToolUse
+
+if TYPE_CHECKING:
+    from .chat import Rendered  # brings transformers, which the hub does not wait for
 
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 
@@ -48,7 +53,8 @@ def openai_routes(service: Service) -> Blueprint:
     @routes.post("/chat/render")
     def chat_render() -> Response:
         asked = read_request(RenderRequest, service.settings)
-        rendered = service.render(asked.template_messages, asked.tool_use())
+        deadline_at = read_deadline(None, service.settings)
+        rendered = _render(service, asked, asked.tool_use(), deadline_at)
         return json_response(
             {
                 "prompt": rendered.text,
@@ -82,17 +88,16 @@ def _send(service: Service, asked: OpenAIFields, reply: Reply) -> Response:
 
 
 def _ask_completion(service: Service, asked: CompletionRequest) -> Ask:
-    prompts = [
-        service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts
-    ]
-    for prompt in prompts:
-        check_ids(prompt, service.model.vocab_size, "prompt")
-    if len(prompts) * asked.num_choices > MAX_CHOICES:
+    if len(asked.prompts) * asked.num_choices > MAX_CHOICES:
         raise InvalidRequest(
-            f"prompt: {len(prompts)} prompts with n={asked.num_choices} answers each are more "
-            f"than {MAX_CHOICES} choices",
+            f"prompt: {len(asked.prompts)} prompts with n={asked.num_choices} answers each are "
+            f"more than {MAX_CHOICES} choices",
             param="prompt",
         )
+    deadline_at = read_deadline(asked.timeout_ms, service.settings)
+    prompts = _prompt_ids(service, asked.prompts, deadline_at)
+    for prompt in prompts:
+        check_ids(prompt, service.model.vocab_size, "prompt")
     return Ask(
         g.request_id,
         g.arrived_at,
@@ -100,13 +105,22 @@ def _ask_completion(service: Service, asked: CompletionRequest) -> Ask:
         num_logprobs=asked.logprobs,
         max_tokens=asked.max_tokens,
         default_max_tokens=_COMPLETION_MAX_TOKENS,
-        deadline_at=read_deadline(asked.timeout_ms, service.settings),
+        deadline_at=deadline_at,
         structure=asked.structure(),
     )
 
 
+def _prompt_ids(
+    service: Service, prompts: list[str] | list[list[int]], deadline_at: float | None
+) -> list[list[int]]:
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    return service.encode(texts, deadline_at=deadline_at) if texts else ids
+
+
 def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
-    rendered = service.render(asked.template_messages, use)
+    deadline_at = read_deadline(asked.timeout_ms, service.settings)
+    rendered = _render(service, asked, use, deadline_at)
     structure = asked.structure()
     chat = service.model.chat
     marker_ids = chat.marker_ids if use else {}
@@ -130,10 +144,17 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
         prompt_field="messages",
         max_tokens=asked.max_tokens or asked.max_completion_tokens,
         max_tokens_field="max_completion_tokens" if asked.max_completion_tokens else "max_tokens",
-        deadline_at=read_deadline(asked.timeout_ms, service.settings),
+        deadline_at=deadline_at,
         structure=structure,
         visible_ids=frozenset(marker_ids.values()),
     )
+
+
+def _render(
+    service: Service, asked: RenderRequest, use: ToolUse | None, deadline_at: float | None
+) -> Rendered:
+    check_messages(len(asked.messages), service.model.max_model_len)
+    return service.render(asked.template_messages, use, deadline_at)
 
 
 def _tool_parser(service: Service, use: ToolUse) -> ToolParser:

@@ -91,13 +91,14 @@ class CompletionRequest(OpenAIFields):
         return self
 
     @property
-    def prompts(self) -> list[str | list[int]]:
-        """Each a text or token ids."""
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Texts, or token ids of each; never mixed."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
             return [[id_ for id_ in self.prompt if isinstance(id_, int)]]
-        return [each for each in self.prompt if not isinstance(each, int)]
+        texts = [each for each in self.prompt if isinstance(each, str)]
+        return texts or [each for each in self.prompt if isinstance(each, list)]
 
 
 class TextPart(Strict):

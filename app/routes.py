@@ -15,8 +15,7 @@ from . import generate_requests, openai_requests, responses
 
 JSON = "application/json"
 _SERVED = (500, 503)  # all routes that need the model
-_BODY = (400, 413, 415, *_SERVED)
-_GENERATES = (*_BODY, 504)
+_WORKS = (400, 413, 415, 504, *_SERVED)
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ ROUTES: tuple[Route, ...] = (
         reply=responses.ChatBody,
         event=responses.ChatChunk,
         ends_with_done=True,
-        errors=(*_GENERATES, 404),
+        errors=(*_WORKS, 404),
         example={
             "messages": [
                 {"role": "system", "content": "Answer in one sentence."},
@@ -71,7 +70,7 @@ ROUTES: tuple[Route, ...] = (
         reply=responses.CompletionBody,
         event=responses.CompletionChunk,
         ends_with_done=True,
-        errors=(*_GENERATES, 404),
+        errors=(*_WORKS, 404),
         example={"prompt": "Gravity is", "max_tokens": 16, "temperature": 0},
     ),
     Route(
@@ -97,7 +96,7 @@ ROUTES: tuple[Route, ...] = (
         "Puts a conversation into the model's chat template; nothing is generated.",
         request=openai_requests.RenderRequest,
         reply=responses.RenderReply,
-        errors=_BODY,
+        errors=_WORKS,
         example={"messages": [{"role": "user", "content": "Hello"}]},
     ),
     Route(
@@ -108,7 +107,7 @@ ROUTES: tuple[Route, ...] = (
         request=generate_requests.GenerateRequest,
         reply=responses.GenerateReply,
         event=responses.GenerateEvent,
-        errors=_GENERATES,
+        errors=_WORKS,
         example={"prompt": "Gravity is", "max_tokens": 16},
     ),
     Route(
@@ -118,7 +117,7 @@ ROUTES: tuple[Route, ...] = (
         "Token ids of a text.",
         request=generate_requests.TokenizeRequest,
         reply=responses.TokenizeReply,
-        errors=_BODY,
+        errors=_WORKS,
         example={"prompt": "Gravity is"},
     ),
     Route(
@@ -128,7 +127,7 @@ ROUTES: tuple[Route, ...] = (
         "The text of token ids, control tokens written out.",
         request=generate_requests.DetokenizeRequest,
         reply=responses.DetokenizeReply,
-        errors=_BODY,
+        errors=_WORKS,
         example={"tokens": [55, 88, 89]},
     ),
     Route(

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
@@ -26,7 +27,7 @@ from .limits import (
     resolve_max_tokens,
 )
 from .metrics import Metrics
-from .sequence import Constraint, Sequence
+from .sequence import Constraint, SamplingParams, Sequence
 
 if TYPE_CHECKING:
     from .chat import Rendered
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LONG_TEXT = 8192  # characters
+_LONG_IDS = 8192
 
 # Between the seeds of a prompt's choices: the golden ratio of 2**64, so that seeds that follow
 # each other do not share streams.
@@ -87,27 +89,42 @@ class Service:
         return self.settings.served_model_name or (self.model.name,)
 
     def encode(
-        self, text: str, *, parse_special: bool = False, prefix: bool | None = None
-    ) -> list[int]:
-        """Token ids of a text. A long one takes long: not on the hub, where it would stall every
-        stream."""
-        encode = self.model.codec.encode
-        if len(text) > _LONG_TEXT:
-            return self.bridge.off_hub(encode, text, parse_special=parse_special, prefix=prefix)
-        return encode(text, parse_special=parse_special, prefix=prefix)
+        self,
+        texts: list[str],
+        *,
+        parse_special: bool = False,
+        prefix: bool | None = None,
+        deadline_at: float | None = None,
+    ) -> list[list[int]]:
+        """Token ids of each text. Long ones take long: not on the hub, where they would stall every
+        stream. Raises DeadlineExceeded."""
+        encode = partial(self.model.codec.encode, parse_special=parse_special, prefix=prefix)
+
+        def work() -> list[list[int]]:
+            return [encode(text) for text in texts]
+
+        is_long = sum(map(len, texts)) > _LONG_TEXT
+        return self.bridge.off_hub(work, "text", deadline_at) if is_long else work()
+
+    def decode(self, token_ids: list[int], deadline_at: float | None = None) -> str:
+        """Likewise the text of token ids, control tokens written out."""
+        work = partial(self.model.codec.decode, token_ids)
+        is_long = len(token_ids) > _LONG_IDS
+        return self.bridge.off_hub(work, "text", deadline_at) if is_long else work()
 
     def submit(self, fields: SamplingFields, ask: Ask) -> Answer:
         """Queues a sequence for each choice of each prompt, choices of a prompt side by side.
 
-        Raises InvalidRequest if one does not fit.
+        Raises InvalidRequest if one does not fit, DeadlineExceeded if its grammar takes too long.
         """
         codec = self.model.codec
         check_token_ids(fields, self.model.vocab_size)
-        constrain = self._compile(fields, ask.structure) if ask.structure else None
+        constrain = self._compile(fields, ask.structure, ask.deadline_at) if ask.structure else None
+        params = fields.params(1, ask.num_logprobs)  # but for what each prompt or choice has
         sequences = [
             sequence
             for prompt_ids in ask.prompts
-            for sequence in self._choices(fields, ask, prompt_ids, constrain)
+            for sequence in self._choices(fields, params, ask, prompt_ids, constrain)
         ]
         streams, arrival = self.bridge.submit(sequences)
         completions = [
@@ -116,14 +133,19 @@ class Service:
         ]
         return Answer(ask.request_id, completions, arrival, ask.deadline_at)
 
-    def render(self, messages: list[dict[str, Any]], use: ToolUse | None) -> Rendered:
-        """A conversation by the model's chat template. Raises InvalidRequest."""
+    def render(
+        self, messages: list[dict[str, Any]], use: ToolUse | None, deadline_at: float | None = None
+    ) -> Rendered:
+        """A conversation by the model's chat template. Raises InvalidRequest, DeadlineExceeded."""
         tools = [tool.shown() for tool in use.tools] if use else None
         # Templates are programs, and run several times: never on the hub.
-        return self.bridge.off_hub(self.model.chat.render, messages, tools)
+        work = partial(self.model.chat.render, messages, tools)
+        return self.bridge.off_hub(work, "template", deadline_at)
 
-    def _compile(self, fields: SamplingFields, structure: Structure) -> Callable[[], Constraint]:
-        """Raises InvalidRequest for a grammar that cannot be compiled."""
+    def _compile(
+        self, fields: SamplingFields, structure: Structure, deadline_at: float | None
+    ) -> Callable[[], Constraint]:
+        """Raises InvalidRequest for a grammar that cannot be compiled, DeadlineExceeded."""
         check_structure(fields, structure.field, is_free=structure.is_free)
         grammars = self.model.grammars
         if grammars is None:
@@ -137,12 +159,13 @@ class Service:
             "lark": grammars.lark,
             "tools": grammars.tools,
         }
-        compile_ = compilers[structure.kind]
-        return self.bridge.off_hub(compile_, structure.source, structure.field).constraint
+        work = partial(compilers[structure.kind], structure.source, structure.field)
+        return self.bridge.off_hub(work, "grammar", deadline_at).constraint
 
     def _choices(
         self,
         fields: SamplingFields,
+        params: SamplingParams,
         ask: Ask,
         prompt_ids: list[int],
         constrain: Callable[[], Constraint] | None,
@@ -157,12 +180,13 @@ class Service:
         )
         check_min_tokens(fields.min_tokens, max_tokens)
         check_logprobs(len(ask.prompts) * fields.num_choices, max_tokens, ask.num_logprobs)
-        params = fields.params(max_tokens, ask.num_logprobs)
+        params = replace(params, max_tokens=max_tokens)
+        seed = fields.first_seed()
         return [
             Sequence(
                 ask.request_id,
                 prompt_ids,
-                replace(params, seed=(params.seed + choice * _SEED_STRIDE) % 2**64),
+                replace(params, seed=(seed + choice * _SEED_STRIDE) % 2**64),
                 constraint=constrain() if constrain else None,
                 arrived_at=ask.arrived_at,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import gevent
@@ -10,7 +11,7 @@ import pytest
 
 from app.bridge import Bridge, State, TokenStream
 from app.engine import Engine
-from app.errors import InvalidRequest, NotReady
+from app.errors import DeadlineExceeded, InvalidRequest, NotReady
 from app.sequence import Advance, FinishReason, Sequence
 
 from .engines import StubModel, greedy, stub_answer, stub_engine
@@ -232,3 +233,29 @@ def test_refusal_made_off_the_hub_is_raised_and_not_printed(
     gevent.sleep(0)
     assert bridge.off_hub(threading.get_ident) != threading.get_ident()
     assert capsys.readouterr().err == ""
+
+
+def test_wait_for_work_off_the_hub_ends_at_the_deadline(started: Started) -> None:
+    bridge, _ = started()
+    go_on = threading.Event()
+    with pytest.raises(DeadlineExceeded):
+        bridge.off_hub(lambda: go_on.wait(20), "grammar", time.monotonic() + 0.01)
+    go_on.set()
+    assert bridge.off_hub(lambda: "done", "grammar", time.monotonic() + 20) == "done"
+
+
+def test_work_waits_for_its_like_only_and_never_begins_past_its_deadline(
+    started: Started,
+) -> None:
+    bridge, _ = started()
+    go_on = threading.Event()
+    begun: list[str] = []
+    busy = [gevent.spawn(bridge.off_hub, lambda: go_on.wait(20), "grammar") for _ in range(9)]
+    gevent.sleep(0)
+    with pytest.raises(DeadlineExceeded):
+        bridge.off_hub(lambda: begun.append("late"), "grammar", time.monotonic() + 0.01)
+    with gevent.Timeout(10):
+        assert [bridge.off_hub(lambda: 1, kind) for kind in ("text", "template")] == [1, 1]
+    go_on.set()
+    assert all(job.get() for job in busy)
+    assert begun == []

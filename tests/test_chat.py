@@ -383,6 +383,33 @@ def test_message_that_the_template_leaves_out_in_its_place_is_refused() -> None:
     assert error.param == "messages[2].role"
 
 
+class Searched(str):
+    """Counts how often it is searched from its beginning."""
+
+    num_searches = 0
+
+    def __contains__(self, part: str) -> bool:
+        Searched.num_searches += 1
+        return super().__contains__(part)
+
+
+def test_long_conversation_is_not_searched_once_per_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of = Chat(byte_level_tokenizer())
+    apply = of.codec.apply_template
+    monkeypatch.setattr(of.codec, "apply_template", lambda *given: Searched(apply(*given)))
+    of.template.render(turns(*["hello"] * 301))
+    assert Searched.num_searches < 30
+
+
+def test_long_conversations_are_not_kept() -> None:
+    of = Chat(byte_level_tokenizer())
+    for num in (3, 65, 301):
+        of.template.render(turns(*["hello"] * num))
+    assert of.template._check_shape.cache_info().currsize == 1
+
+
 def test_templates_own_words_are_passed_on() -> None:
     error = refusal(chat("gemma"), turns("a")[:1] + turns("b"))
     assert "Conversation roles must alternate" in error.message

@@ -13,10 +13,11 @@ import gevent
 import pytest
 
 from app.api import create_app
+from app.bridge import Work
 from app.sequence import FinishReason, StepPlan
 
 from .engines import stub_answer
-from .services import CODEC, SETTINGS, StubService, events, read_slowly, running, until
+from .services import CODEC, CONTEXT, SETTINGS, StubService, events, read_slowly, running, until
 
 STEP_SECONDS = 0.01
 PROMPT = CODEC.encode("a")
@@ -212,3 +213,53 @@ def test_client_reads_what_came_before_the_deadline_of_a_slow_stream(
     client = create_app(service).test_client()
     told = events(read_slowly(client, first_is_read, prompt="a", timeout_ms=15))
     assert [event.get("finish_reason") for event in told] == [None, FinishReason.TIMEOUT]
+
+
+# --- before the engine has the request, on the real clock ---------------------------------------
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+SOON = {"X-Request-Timeout": "0.02"}
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "body"),
+    [
+        ("/v1/chat/completions", "template", CHAT),
+        ("/v1/chat/render", "template", CHAT),
+        ("/generate", "text", {"prompt": "a" * 9000}),
+        ("/v1/completions", "text", {"prompt": ["a" * 5000] * 2}),
+        ("/tokenize", "text", {"prompt": "a" * 9000}),
+        ("/detokenize", "text", {"tokens": [1] * 9000}),
+        ("/generate", "grammar", {"prompt": "a", "regex": "a+"}),
+    ],
+)
+def test_deadline_counts_where_the_request_waits_for_a_thread(
+    path: str, kind: Work, body: dict[str, Any]
+) -> None:
+    go_on = threading.Event()
+    with running(StubService()) as service:
+        service.stub.plans.clear()
+        off_hub = service.bridge.off_hub
+        busy = [gevent.spawn(off_hub, lambda: go_on.wait(20), kind) for _ in range(4)]
+        gevent.sleep(0)
+        response = create_app(service).test_client().post(path, json=body, headers=SOON)
+        go_on.set()
+        gevent.joinall(busy, raise_error=True)
+        error = response.get_json()["error"]
+        assert (response.status_code, error["code"]) == (504, "deadline_exceeded")
+        assert service.stub.plans == []
+
+
+def test_more_messages_than_the_context_has_tokens_are_refused_before_any_template_runs() -> None:
+    with running(StubService()) as service:
+        client = create_app(service).test_client()
+        rendered: list[Any] = []
+        object.__setattr__(service.model, "chat", SimpleNamespace(render=rendered.append))
+        for path in ("/v1/chat/completions", "/v1/chat/render"):
+            response = client.post(path, json={"messages": CHAT["messages"] * CONTEXT})
+            error = response.get_json()["error"]
+            assert (response.status_code, error["param"]) == (400, "messages")
+            assert error["code"] == "context_length_exceeded"
+            assert f"{CONTEXT} messages" in error["message"]
+            assert f"at most {CONTEXT - 1} fit" in error["message"]
+        assert rendered == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -93,3 +95,29 @@ def test_without_stops_text_passes_as_it_comes() -> None:
     matcher = StopMatcher([])
     assert [matcher.feed("ab"), matcher.feed(""), matcher.feed("c")] == ["ab", "", "c"]
     assert not matcher.is_stopped
+
+
+def num_opcodes(matcher: StopMatcher, text: str) -> int:
+    """Of Python that runs to feed `text` character by character."""
+    count = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for char in text:
+            matcher.feed(char)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("text", ["b" * 3000, "a" * 2000, ("a" * 99 + "b") * 20])
+def test_character_costs_the_same_however_long_the_stop_is(text: str) -> None:
+    short, long = (num_opcodes(StopMatcher(["a" * n + "c"]), text) for n in (8, 1000))
+    assert long < 2 * short
