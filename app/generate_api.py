@@ -38,7 +38,9 @@ def generate_routes(service: Service) -> Blueprint:
     def tokenize() -> Response:
         asked = read_request(TokenizeRequest, service.settings)
         ids = service.encode(
-            asked.prompt, parse_special=asked.parse_special, prefix=asked.add_special_tokens
+            asked.prompt,
+            parse_special=bool(asked.parse_special),
+            prefix=bool(asked.add_special_tokens),
         )
         limit = service.model.max_model_len
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
@@ -53,7 +55,7 @@ def generate_routes(service: Service) -> Blueprint:
 
 
 def _ask(service: Service, asked: GenerateRequest) -> Ask:
-    prompt_ids = service.encode(asked.prompt, parse_special=asked.parse_special)
+    prompt_ids = service.encode(asked.prompt, parse_special=bool(asked.parse_special))
     return Ask(
         g.request_id,
         g.arrived_at,
