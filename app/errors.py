@@ -3,6 +3,7 @@
     ServeError
     |-- InvalidRequest        400  a field is missing, unknown or out of range; `param` names it
     |   |-- PromptTooLong     400  the prompt leaves no room for a token
+    |   |-- AnswerTooLong     400  the prompt leaves no room for so many tokens
     |   |-- DeadEnd           400  its grammar or its allowed tokens leave no token to choose
     |   `-- UnreadableBody    400  shorter than announced, or broken chunks
     |-- ModelNotFound         404  another model than the one that is served
@@ -56,6 +57,10 @@ class PromptTooLong(InvalidRequest):
             f"{max_model_len} tokens; at most {max_model_len - 1} fit",
             param=param,
         )
+
+
+class AnswerTooLong(InvalidRequest):
+    code = "context_length_exceeded"
 
 
 class DeadEnd(InvalidRequest):

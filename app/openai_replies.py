@@ -38,7 +38,7 @@ class Reply(ABC):
         self.answer = answer
         self._codec = codec
         self._head = {
-            "id": f"{self.id_prefix}-{answer.request_id}",
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -37,11 +38,11 @@ def chunks(deltas: Any, answer: Any = None, includes_usage: bool = False) -> lis
 def test_whole_answer_is_openais_object_with_ours_beside() -> None:
     told = whole(DELTAS)
     assert told.pop("created") > 1_700_000_000
+    assert re.fullmatch("cmpl-[0-9a-f]{24}", told.pop("id"))
     choice = {"index": 0, "text": "a b", "logprobs": None, "finish_reason": "stop"}
     assert (
         told
         == {
-            "id": "cmpl-request-1",
             "object": "text_completion",
             "model": "phi",
             "choices": [choice],
