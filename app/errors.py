@@ -15,7 +15,8 @@
     UnservableModel           the folder cannot be served correctly; ends the process at start
     `-- WrongSetting          a setting asks for what this machine or model cannot do
 
-Each class holds its HTTP status and its `type` and `code` in OpenAI's error shape.
+Each class holds its HTTP status, its `type` and `code` in OpenAI's error shape, and whether a
+client may send the same request again at once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class ServeError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
+    may_retry: ClassVar[bool] = True
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -65,6 +67,7 @@ class AnswerTooLong(InvalidRequest):
 
 class DeadEnd(InvalidRequest):
     code = "dead_end"
+    may_retry = False
 
 
 class UnreadableBody(InvalidRequest):
@@ -93,6 +96,7 @@ class DeadlineExceeded(ServeError):
     status = 504
     type = "timeout_error"
     code = "deadline_exceeded"
+    may_retry = False
 
 
 class NotReady(ServeError):
@@ -103,6 +107,7 @@ class NotReady(ServeError):
 
 class ModelFailure(ServeError):
     code = "model_failure"
+    may_retry = False
 
 
 class UnservableModel(Exception):
