@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 def create_app(service: Service) -> Flask:
     app = Flask(__name__, static_folder=None)
+    app.url_map.merge_slashes = False  # `//` is another path, not one to be sent on from
     app.before_request(begin_request)
     app.register_blueprint(generate_routes(service))
     app.register_blueprint(openai_routes(service))
@@ -54,6 +55,8 @@ def create_app(service: Service) -> Flask:
         response = json_response(body, status)
         if isinstance(error, MethodNotAllowed) and error.valid_methods:
             response.headers["Allow"] = ", ".join(error.valid_methods)
+        if isinstance(error, ServeError) and not error.may_retry:
+            response.headers["x-should-retry"] = "false"  # OpenAI's client would, twice
         if isinstance(error, UnreadableBody | PayloadTooLarge):
             response.headers["Connection"] = "close"  # where the next request begins is unknown
         return response

@@ -7,6 +7,7 @@ and only control tokens that it has written itself are encoded as such.
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -183,7 +184,7 @@ def _call(call: dict[str, Any], i: int, k: int) -> dict[str, Any]:
     at = f"tool_calls[{k}]"
     arguments: str = call["function"]["arguments"]
     try:
-        parsed = json.loads(arguments, parse_constant=_no_number) if arguments.strip() else {}
+        parsed = _ARGUMENTS.decode(arguments) if arguments.strip() else {}
         "".join(strings(parsed)).encode()  # an escape may be half a character
     except ValueError as error:
         raise _wrong(i, f"{at}.function.arguments", f"no valid JSON: {error}") from None
@@ -194,6 +195,27 @@ def _call(call: dict[str, Any], i: int, k: int) -> dict[str, Any]:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
+
+
+def _finite(written: str) -> float:
+    number = float(written)
+    if math.isinf(number):
+        raise ValueError(f"{written:.40} is too large a number")
+    return number
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(f"the key {twice!r:.40} comes twice")
+    return members
+
+
+_ARGUMENTS = json.JSONDecoder(
+    parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_members
+)
 
 
 def _with_names(messages: list[Message]) -> list[Message]:

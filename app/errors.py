@@ -4,6 +4,7 @@
     |-- InvalidRequest        400  a field is missing, unknown or out of range; `param` names it
     |   |-- PromptTooLong     400  the prompt leaves no room for a token
     |   |   `-- TooManyMessages    more messages than the context has tokens
+    |   |-- AnswerTooLong     400  the prompt leaves no room for so many tokens
     |   |-- DeadEnd           400  its grammar or its allowed tokens leave no token to choose
     |   |-- UnreadableBody    400  shorter than announced, or broken chunks
     |   `-- MalformedRequest  400  not HTTP, or HTTP that could be read in two ways
@@ -21,7 +22,8 @@
     UnservableModel           the folder cannot be served correctly; ends the process at start
     `-- WrongSetting          a setting asks for what this machine or model cannot do
 
-Each class holds its HTTP status and its `type` and `code` in OpenAI's error shape.
+Each class holds its HTTP status, its `type` and `code` in OpenAI's error shape, and whether a
+client may send the same request again at once.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class ServeError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
+    may_retry: ClassVar[bool] = True
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -76,8 +79,13 @@ class TooManyMessages(PromptTooLong):
         InvalidRequest.__init__(self, message, param="messages")
 
 
+class AnswerTooLong(InvalidRequest):
+    code = "context_length_exceeded"
+
+
 class DeadEnd(InvalidRequest):
     code = "dead_end"
+    may_retry = False
 
 
 class UnreadableBody(InvalidRequest):
@@ -134,6 +142,7 @@ class DeadlineExceeded(ServeError):
     status = 504
     type = "timeout_error"
     code = "deadline_exceeded"
+    may_retry = False
 
 
 class NotReady(ServeError):
@@ -150,6 +159,7 @@ class TooManyConnections(ServeError):
 
 class ModelFailure(ServeError):
     code = "model_failure"
+    may_retry = False
 
 
 class UnservableModel(Exception):

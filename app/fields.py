@@ -74,17 +74,17 @@ ResponseFormat = Annotated[
 class SamplingFields(Strict):
     """Names and meanings are OpenAI's, or else vLLM's."""
 
-    stream: bool = Field(False, description="true or false; true: server-sent events")
+    stream: bool | None = Field(None, description="true or false; true: server-sent events")
     max_tokens: int | None = Field(
         None,
         ge=1,
         description="an integer from 1 to what the prompt leaves of the model's context",
     )
-    min_tokens: int = Field(
-        0,
+    min_tokens: int | None = Field(
+        None,
         ge=0,
-        description="an integer from 0 to max_tokens; until then neither an end token nor a stop "
-        "string ends the answer",
+        description="an integer from 0 to max_tokens; until then no end token, stop string or "
+        "repetition_guard ends the answer",
     )
     temperature: float | None = Field(
         None, ge=0, le=2, allow_inf_nan=False, description="a number from 0 (greedy) to 2"
@@ -136,7 +136,9 @@ class SamplingFields(Strict):
     stop_token_ids: list[TokenId] | None = Field(
         None, max_length=1024, description="a list of at most 1024 token ids that end the answer"
     )
-    ignore_eos: bool = Field(False, description="true or false; true: the model's own end does not")
+    ignore_eos: bool | None = Field(
+        None, description="true or false; true: the model's own end does not end the answer"
+    )
     repetition_guard: int | None = Field(
         None,
         ge=2,
@@ -188,7 +190,7 @@ class SamplingFields(Strict):
         allowed = self.allowed_token_ids
         return SamplingParams(
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
+            min_tokens=self.min_tokens or 0,
             temperature=self.default_temperature() if temperature is None else temperature,
             top_k=max(self.top_k or 0, 0),
             top_p=_or(self.top_p, 1.0),
@@ -200,7 +202,7 @@ class SamplingFields(Strict):
             allowed_token_ids=None if allowed is None else tuple(sorted(set(allowed))),
             banned_token_ids=tuple(sorted(set(self.banned_token_ids or ()))),
             seed=self.first_seed(),
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             repetition_guard=self.repetition_guard or 0,
             num_logprobs=num_logprobs,

@@ -39,8 +39,8 @@ def generate_routes(service: Service) -> Blueprint:
         asked = read_request(TokenizeRequest, service.settings)
         [ids] = service.encode(
             [asked.prompt],
-            parse_special=asked.parse_special,
-            prefix=asked.add_special_tokens,
+            parse_special=bool(asked.parse_special),
+            prefix=bool(asked.add_special_tokens),
             deadline_at=read_deadline(None, service.settings),
         )
         limit = service.model.max_model_len
@@ -59,7 +59,7 @@ def generate_routes(service: Service) -> Blueprint:
 def _ask(service: Service, asked: GenerateRequest) -> Ask:
     deadline_at = read_deadline(asked.timeout_ms, service.settings)
     prompts = service.encode(
-        [asked.prompt], parse_special=asked.parse_special, deadline_at=deadline_at
+        [asked.prompt], parse_special=bool(asked.parse_special), deadline_at=deadline_at
     )
     return Ask(
         g.request_id,

@@ -13,8 +13,8 @@ class GenerateRequest(SamplingFields):
     """The body of `POST /generate`."""
 
     prompt: str = Field(min_length=1, description="text of at least one character")
-    parse_special: bool = Field(
-        False,
+    parse_special: bool | None = Field(
+        None,
         description="true or false; true reads control tokens written in the prompt as such and "
         "adds none, for prompts that already carry the model's chat template",
     )
@@ -23,8 +23,8 @@ class GenerateRequest(SamplingFields):
         ge=0,
         le=2,
         allow_inf_nan=False,
-        description="a number from 0 (greedy) to 2; by default 0, or 1 if top_p, top_k, min_p or "
-        "seed is given",
+        description="a number from 0 (greedy) to 2; by default 0, or 1 if seed is given or one of "
+        "top_p, top_k and min_p is on",
     )
     logprobs: int | None = Field(
         None,
@@ -59,19 +59,19 @@ class GenerateRequest(SamplingFields):
         return super().structure()
 
     def default_temperature(self) -> float:
-        sampled = (self.seed, self.top_p, self.top_k, self.min_p)
-        return 1.0 if any(value is not None for value in sampled) else 0.0
+        restricts = (self.top_p or 1) < 1 or (self.top_k or 0) > 0 or (self.min_p or 0) > 0
+        return 1.0 if restricts or self.seed is not None else 0.0
 
 
 class TokenizeRequest(Strict):
     """The body of `POST /tokenize`."""
 
     prompt: str = Field(description="text")
-    parse_special: bool = Field(
-        False, description="true or false; true reads control tokens in the text as such"
+    parse_special: bool | None = Field(
+        None, description="true or false; true reads control tokens in the text as such"
     )
-    add_special_tokens: bool = Field(
-        False,
+    add_special_tokens: bool | None = Field(
+        None,
         description="true or false; true puts in front what the tokenizer puts before a prompt",
     )
 

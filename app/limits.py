@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from .errors import InvalidRequest, PromptTooLong, TooManyMessages
+from .errors import AnswerTooLong, InvalidRequest, PromptTooLong, TooManyMessages
 
 if TYPE_CHECKING:
     from .fields import SamplingFields
@@ -28,18 +28,18 @@ def resolve_max_tokens(
 ) -> int:
     """How many tokens an answer may have; a default gives way to the context's end.
 
-    Raises PromptTooLong or InvalidRequest, with the numbers and the field as the request names it,
-    if prompt and answer do not fit.
+    Raises PromptTooLong or AnswerTooLong, with the numbers and the field as the request names it,
+    if prompt and answer do not fit, and InvalidRequest for a prompt without tokens.
     """
     if num_prompt < 1:  # a tokenizer may drop what it does not know
-        raise InvalidRequest("prompt: it has no tokens", param="prompt")
+        raise InvalidRequest(f"{prompt_field}: it has no tokens", param=prompt_field)
     room = max_model_len - num_prompt
     if room < 1:
         raise PromptTooLong(num_prompt, max_model_len, prompt_field)
     if asked is None:
         return room if default is None else min(default, room)
     if asked > room:
-        raise InvalidRequest(
+        raise AnswerTooLong(
             f"{max_tokens_field}: {asked} is too much; the context of {max_model_len} tokens less "
             f"the prompt of {num_prompt} leaves {room}",
             param=max_tokens_field,
@@ -53,8 +53,8 @@ def check_messages(num_messages: int, max_model_len: int) -> None:
         raise TooManyMessages(num_messages, max_model_len)
 
 
-def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
-    if min_tokens > max_tokens:
+def check_min_tokens(min_tokens: int | None, max_tokens: int) -> None:
+    if min_tokens is not None and min_tokens > max_tokens:
         raise InvalidRequest(
             f"min_tokens: {min_tokens} is more than the {max_tokens} tokens that the answer may "
             "have",

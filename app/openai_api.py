@@ -161,7 +161,7 @@ def _tool_parser(service: Service, use: ToolUse) -> ToolParser:
     format_ = service.model.chat.tool_format
     assert format_ is not None
     names = {tool.name for tool in use.callable}
-    return ToolParser(format_, names, None if use.is_parallel else 1)
+    return ToolParser(format_, names, None if use.is_parallel else 1, is_forced=use.is_forced)
 
 
 def _check_model(service: Service, name: str | None) -> None:

@@ -38,7 +38,7 @@ class Reply(ABC):
         self.answer = answer
         self._codec = codec
         self._head = {
-            "id": f"{self.id_prefix}-{answer.request_id}",
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
         }
@@ -67,10 +67,10 @@ class Reply(ABC):
         for index, delta in deltas:
             num_running -= delta.finish_reason is not None
             tail = self._tail() if num_running == 0 else {}
-            *earlier, last = self._split(self._chunk(index, delta))
-            for choice in earlier:
-                yield event(head | {"choices": [{"index": index} | choice]} | unused)
-            yield event(head | {"choices": [{"index": index} | last]} | unused | tail)
+            choices = self._split(self._chunk(index, delta))
+            for left, choice in zip(reversed(range(len(choices))), choices, strict=True):
+                end = {} if left else tail
+                yield event(head | {"choices": [{"index": index} | choice]} | unused | end)
         if includes_usage:
             yield event(head | {"choices": [], "usage": usage(self.answer)})
         yield DONE
@@ -88,7 +88,7 @@ class Reply(ABC):
         yield from ()
 
     def _split(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chunks of a stream that one becomes."""
+        """The chunks of a stream that one becomes; none if it has nothing to tell."""
         return [chunk]
 
     def _tail(self) -> dict[str, Any]:
@@ -177,8 +177,14 @@ class ChatReply(Reply):
         yield {"delta": opening, "logprobs": None, "finish_reason": None}
 
     def _split(self, chunk: dict[str, Any]) -> list[dict[str, Any]]:
-        """The end comes alone, as OpenAI's does: its client misses calls that come with it."""
-        if chunk["finish_reason"] is None or not chunk["delta"]:
+        """The end comes alone, as OpenAI's does: its client misses calls that come with it.
+
+        While a call is held back there is nothing to tell but log-probabilities.
+        """
+        if chunk["finish_reason"] is None:
+            has_tokens = chunk["logprobs"] is not None and bool(chunk["logprobs"]["content"])
+            return [chunk] if chunk["delta"] or has_tokens else []
+        if not chunk["delta"]:
             return [chunk]
         return [chunk | {"finish_reason": None}, chunk | {"delta": {}, "logprobs": None}]
 
@@ -208,13 +214,13 @@ class ChatReply(Reply):
         return {"message": message, "logprobs": logprobs}
 
     def _parse(self, index: int, delta: Delta) -> tuple[str, list[ToolCall]]:
-        """Text to show and complete calls."""
+        """Text to show and calls: whole ones, and where the answer is cut what there is of one."""
         if self._parsers is None:
             return delta.text, []
         parser = self._parsers[index]
         parts = parser.feed(delta.text)
         if delta.finish_reason is not None:
-            parts += parser.flush()
+            parts += parser.flush(is_cut=delta.finish_reason is not FinishReason.STOP)
         content = "".join(part for part in parts if isinstance(part, str))
         calls = [part for part in parts if not isinstance(part, str)]
         self._num_calls[index] += len(calls)

@@ -36,9 +36,6 @@ class OpenAIFields(SamplingFields):
     model: str | None = Field(
         None, description="a name of the model that is served (GET /v1/models)"
     )
-    stream: bool | None = Field(  # type: ignore[assignment]
-        None, description="true or false; true: server-sent events"
-    )
     stream_options: StreamOptions | None = Field(
         None, description="an object with include_usage, together with stream"
     )

@@ -103,11 +103,16 @@ def guarded(
     try:
         yield from frames
     except Exception as error:
-        told = error if isinstance(error, ServeError) else _unforeseen(answer)
+        told = _foreseen(answer, error) if isinstance(error, ServeError) else _unforeseen(answer)
         count(told.code)
         yield event(told.body())
     finally:
         answer.abort()
+
+
+def _foreseen(answer: Answer, error: ServeError) -> ServeError:
+    log.warning("request %s failed in mid-stream: %s", answer.request_id, error.code)
+    return error
 
 
 def _unforeseen(answer: Answer) -> ServeError:

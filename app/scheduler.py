@@ -104,9 +104,10 @@ class Scheduler:
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Advance:
         sequence.output_ids.append(token_id)
         params = sequence.params
+        is_looping = params.repetition_guard and _repeats(sequence)  # each token has to be counted
         if token_id in sequence.end_ids or _completes(sequence.constraint, token_id):
             sequence.finish(FinishReason.STOP)
-        elif params.repetition_guard and _repeats(sequence):
+        elif is_looping and len(sequence.output_ids) >= params.min_tokens:
             sequence.finish(FinishReason.REPETITION)
         elif (
             len(sequence.output_ids) >= params.max_tokens

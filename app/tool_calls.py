@@ -18,22 +18,30 @@ from .tools import ToolFormat
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     name: str
-    arguments: str  # a JSON object, exactly as the model wrote it
+    arguments: str  # a JSON object, exactly as the model wrote it; of a call that is cut, its start
 
 
 class ToolParser:
     """Feed it an answer's text in order; it gives text and calls in the order of the answer.
 
     A call is one if its JSON is whole, its name one of `names`, and its end marker there. Blanks
-    around calls are left out. After `max_calls` calls, all is text.
+    around calls are left out. After `max_calls` calls, all is text. `is_forced`: the answer has to
+    be calls, so that also the start of one's marker is no text.
     """
 
     def __init__(
-        self, format_: ToolFormat, names: Collection[str], max_calls: int | None = None
+        self,
+        format_: ToolFormat,
+        names: Collection[str],
+        max_calls: int | None = None,
+        *,
+        is_forced: bool = False,
     ) -> None:
         self._format = format_
         self._names = names
         self._max_calls = max_calls
+        self._is_forced = is_forced
+        self._is_cut = False
         self._num_calls = 0
         self._buffer = ""
         self._body = -1  # where the JSON may begin, within a call
@@ -45,8 +53,10 @@ class ToolParser:
         self._buffer += text
         return self._take(is_last=False)
 
-    def flush(self) -> list[str | ToolCall]:
-        """The answer has ended: what was held back."""
+    def flush(self, *, is_cut: bool = False) -> list[str | ToolCall]:
+        """The answer has ended: what was held back. `is_cut`: not by the model; a call that has
+        begun is one then as far as it goes, and left out where its name is not told yet."""
+        self._is_cut = is_cut
         return self._take(is_last=True)
 
     def _take(self, *, is_last: bool) -> list[str | ToolCall]:
@@ -68,7 +78,8 @@ class ToolParser:
             cut, begins = self._brace()
         if not begins and is_last:
             is_blank = self._follows_call and not self._buffer.strip()
-            self._give(out, 0 if is_blank else len(self._buffer))
+            is_dropped = is_blank or (self._is_cut and self._is_forced)
+            self._give(out, cut if is_dropped else len(self._buffer))
             self._buffer = ""
         else:
             self._give(out, cut)
@@ -100,6 +111,8 @@ class ToolParser:
     def _call(self, out: list[str | ToolCall], is_last: bool) -> bool:
         end = self._end.find(self._buffer, self._body)
         if end is None:
+            if is_last and self._is_cut and not self._end.is_hopeless:
+                return self._cut(out)
             return self._reject(out) if self._end.is_hopeless or is_last else False
         calls = _read(self._buffer[self._body : end], self._format.arguments, self._names)
         room = None if self._max_calls is None else self._max_calls - self._num_calls
@@ -107,6 +120,8 @@ class ToolParser:
             return self._reject(out)
         marker = self._format.end
         behind = self._buffer[end:].lstrip() if marker else ""
+        if self._is_cut and marker.startswith(behind):
+            behind = marker
         if not behind.startswith(marker):
             return self._reject(out) if is_last or not marker.startswith(behind) else False
         self._buffer = self._buffer[end:] if not marker else behind[len(marker) :]
@@ -116,6 +131,18 @@ class ToolParser:
         self._body = -1
         self._is_text_only = not self._format.begin
         return True
+
+    def _cut(self, out: list[str | ToolCall]) -> bool:
+        """The answer ends within a call, as far as can be told."""
+        calls = _read_cut(self._buffer[self._body :], self._format.arguments, self._names)
+        room = None if self._max_calls is None else self._max_calls - self._num_calls
+        is_marked = bool(self._format.begin) or self._is_forced
+        if calls is None or not (calls or is_marked) or (room is not None and len(calls) > room):
+            return self._reject(out)
+        out += calls
+        self._num_calls += len(calls)
+        self._buffer, self._body = "", -1
+        return False
 
     def _reject(self, out: list[str | ToolCall]) -> bool:
         """No call: the marker is text, and what follows it may hold another one."""
@@ -210,6 +237,83 @@ def _read_one(text: str, at: int, arguments: str, names: Collection[str]) -> tup
     if name not in names or not isinstance(given, dict) or members:
         raise ValueError("no call")
     return ToolCall(name, written), at + 1
+
+
+def _read_cut(text: str, arguments: str, names: Collection[str]) -> list[ToolCall] | None:
+    """The calls of an object or a list of objects that breaks off, the last one as far as it goes;
+    it is not among them before its name is told. None if they are no calls."""
+    calls: list[ToolCall] = []
+    try:
+        at = _blank(text, 0)
+        is_list = text[at] == "["
+        while is_list or not calls:
+            at = _blank(text, at + is_list)
+            end = _JsonEnd("{").find(text, at)
+            if end is None:
+                return calls + _read_start(text, at, arguments, names)
+            call, at = _read_one(text, at, arguments, names)
+            calls.append(call)
+            at = _blank(text, at)
+            if text[at] != ",":
+                return None
+    except IndexError:  # it breaks off between calls
+        return calls
+    except (ValueError, RecursionError):
+        return None
+    return calls
+
+
+def _read_start(text: str, at: int, arguments: str, names: Collection[str]) -> list[ToolCall]:
+    """A call that breaks off, if its name is told. Raises ValueError for what becomes none."""
+    name, given = "", ""
+    try:
+        if text[at] != "{":
+            raise ValueError("no object")
+        while True:
+            key, at = _read_key(text, _blank(text, at + 1), ("name", arguments, "id"))
+            if key == arguments:
+                if text[at] != "{":
+                    raise ValueError("no object")
+                end = _JsonEnd("").find(text, at)
+                given = text[at:end]
+                if end is None:
+                    break
+                _DECODER.raw_decode(given)
+                at = end
+            else:
+                value, at = _read_string(text, at, names if key == "name" else None)
+                name = value if key == "name" else name
+            at = _blank(text, at)
+            if text[at] != ",":
+                raise ValueError("no comma")
+    except IndexError:
+        pass
+    return [ToolCall(name, given)] if name else []
+
+
+def _read_key(text: str, at: int, keys: Collection[str]) -> tuple[str, int]:
+    """One of `keys` and the place of its value. Raises IndexError if the text ends before that."""
+    key, at = _read_string(text, at, keys)
+    at = _blank(text, at)
+    if text[at] != ":":
+        raise ValueError("no key")
+    return key, _blank(text, at + 1)
+
+
+def _read_string(text: str, at: int, known: Collection[str] | None) -> tuple[str, int]:
+    """A string, one of `known`, and the place behind it. Raises IndexError if the text ends within
+    one that still may be."""
+    if text[at] != '"':
+        raise ValueError("no string")
+    end = text.find('"', at + 1)
+    written = text[at + 1 : end if end >= 0 else None]
+    if known is not None and not any(
+        each == written if end >= 0 else each.startswith(written) for each in known
+    ):
+        raise ValueError("unknown")
+    if end < 0:
+        raise IndexError
+    return written, end + 1
 
 
 def _blank(text: str, at: int) -> int:

@@ -33,9 +33,12 @@ def completion(**fields: Any) -> CompletionRequest:
         ({}, 0.0),
         ({"max_tokens": 5, "ignore_eos": True, "stream": True}, 0.0),
         ({"top_p": 0.9}, 1.0),
-        ({"top_p": 1.0}, 1.0),
+        ({"top_p": 1.0}, 0.0),
+        ({"top_p": 1, "top_k": -1, "min_p": 0}, 0.0),
+        ({"top_k": 0}, 0.0),
         ({"top_k": 5}, 1.0),
         ({"seed": 7}, 1.0),
+        ({"seed": 0}, 1.0),
         ({"min_p": 0.1}, 1.0),
         ({"temperature": None, "seed": 7}, 1.0),
         ({"temperature": 0, "top_p": 0.9, "top_k": 5, "seed": 7}, 0.0),
@@ -43,7 +46,7 @@ def completion(**fields: Any) -> CompletionRequest:
         ({"temperature": 0.7, "top_k": 5}, 0.7),
     ],
 )
-def test_temperature_is_0_unless_it_or_another_sampling_field_is_given(
+def test_temperature_is_0_unless_it_is_given_or_a_field_that_only_sampling_knows_is_on(
     fields: dict[str, Any], temperature: float
 ) -> None:
     assert request(**fields).params(9, None).temperature == temperature
@@ -117,6 +120,16 @@ def test_params_carry_what_was_asked_for() -> None:
 def test_nothing_is_on_unless_it_is_asked_for(asked: SamplingFields) -> None:
     params = asked.params(9, None)
     assert params == SamplingParams(max_tokens=9, seed=params.seed)
+
+
+@pytest.mark.parametrize("model", [GenerateRequest, CompletionRequest, ChatRequest])
+def test_null_is_as_if_a_field_were_not_there(model: type[SamplingFields]) -> None:
+    required = {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
+    body = {name: required.get(name) for name in model.model_fields}
+    params = parse(model, orjson.dumps(body)).params(9, None)
+    assert params == SamplingParams(
+        9, temperature=0.0 if model is GenerateRequest else 1.0, seed=params.seed
+    )
 
 
 @pytest.mark.parametrize(

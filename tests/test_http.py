@@ -189,6 +189,8 @@ def test_prompt_and_answer_that_do_not_fit_get_400_with_what_is_left(server: Liv
     ("method", "path", "status", "code"),
     [
         ("GET", "/nope", 404, "not_found"),
+        ("GET", "/health//live", 404, "not_found"),
+        ("GET", "/v1//models", 404, "not_found"),
         ("GET", "/generate", 405, "method_not_allowed"),
         ("POST", "/health/ready", 405, "method_not_allowed"),
     ],

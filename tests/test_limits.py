@@ -63,9 +63,15 @@ def test_max_tokens_beyond_the_context_is_refused_with_the_numbers(
 ) -> None:
     with pytest.raises(InvalidRequest) as raised:
         resolve_max_tokens(max_tokens, 256, num_prompt, CONTEXT)
-    assert raised.value.param == "max_tokens"
+    assert (raised.value.param, raised.value.code) == ("max_tokens", "context_length_exceeded")
     numbers = {max_tokens, CONTEXT, num_prompt, CONTEXT - num_prompt}
     assert [number for number in numbers if str(number) not in raised.value.message] == []
+
+
+def test_prompt_without_tokens_is_named_as_the_request_does() -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        resolve_max_tokens(1, None, 0, CONTEXT, prompt_field="messages")
+    assert (raised.value.param, raised.value.message) == ("messages", "messages: it has no tokens")
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 1_000_000_000])

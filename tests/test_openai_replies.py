@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from app.completion import Delta, Token
-from app.openai_replies import CompletionReply
+from app.openai_replies import ChatReply, CompletionReply
 from app.replies import guarded
 from app.sequence import FinishReason, TokenLogprobs
 from app.text import TextCodec
+from app.tool_calls import ToolParser
+from app.tools import HERMES
 
 from .answers import TIMINGS, FailingDeltas, StubAnswer, as_sent, messages, of_one
 from .tiny_tokenizers import byte_level_tokenizer
@@ -37,11 +40,11 @@ def chunks(deltas: Any, answer: Any = None, includes_usage: bool = False) -> lis
 def test_whole_answer_is_openais_object_with_ours_beside() -> None:
     told = whole(DELTAS)
     assert told.pop("created") > 1_700_000_000
+    assert re.fullmatch("cmpl-[0-9a-f]{24}", told.pop("id"))
     choice = {"index": 0, "text": "a b", "logprobs": None, "finish_reason": "stop"}
     assert (
         told
         == {
-            "id": "cmpl-request-1",
             "object": "text_completion",
             "model": "phi",
             "choices": [choice],
@@ -117,3 +120,25 @@ def test_logprobs_of_the_chunks_join_to_those_of_the_whole() -> None:
     *parts, _ = chunks(with_logprobs(), StubAnswer(num_logprobs=1))
     lists = [part["choices"][0]["logprobs"] for part in parts]
     assert {name: sum((each[name] for each in lists), []) for name in told} == told
+
+
+CUT_CALL = '<tool_call>\n{"name": "weather", "arguments": {"ci'
+
+
+@pytest.mark.parametrize("reason", ["length", "timeout", "repetition"])
+def test_call_that_is_cut_short_is_a_call_with_the_reason_of_the_end(reason: str) -> None:
+    deltas = of_one([Delta(CUT_CALL), Delta("", FinishReason(reason))])
+    told = as_sent(chat_reply().whole(deltas))["choices"][0]
+    [call] = told["message"]["tool_calls"]
+    assert (told["finish_reason"], told["message"]["content"]) == (reason, None)
+    assert call["function"] == {"name": "weather", "arguments": '{"ci'}
+
+
+def test_call_that_the_model_itself_breaks_off_is_text() -> None:
+    told = chat_reply().whole(of_one([Delta(CUT_CALL), Delta("", FinishReason.STOP)]))
+    assert as_sent(told)["choices"][0]["message"]["content"] == CUT_CALL
+
+
+def chat_reply() -> ChatReply:
+    answer: Any = StubAnswer()
+    return ChatReply(answer, CODEC, "phi", [ToolParser(HERMES, {"weather"})])

@@ -177,11 +177,56 @@ def test_without_tools_a_call_is_text(qwen: Told) -> None:
         assert (calls_of(answer), answer.choices[0].finish_reason) == ([], "stop")
 
 
-def test_call_that_is_cut_short_is_text_and_a_length(qwen: Told) -> None:
+@pytest.mark.parametrize("fields", [{}, {"tool_choice": "required"}], ids=["auto", "required"])
+def test_call_that_is_cut_short_has_the_start_of_its_arguments(
+    any_format: tuple[str, Told], fields: dict[str, Any]
+) -> None:
+    name, ready = any_format
+    ready.say(SAID[name])
+    starts = []
+    for max_tokens in range(3, 100, 8):
+        answer = ask(ready, tools=TOOLS, max_tokens=max_tokens, **fields)
+        if answer.choices[0].finish_reason != "length":
+            break
+        text, calls = answer.choices[0].message.content, calls_of(answer)
+        text = (text or "").strip()
+        assert not text or (not fields and SAID[name].startswith(text) and "weather" not in text)
+        for called, arguments in calls:
+            assert called == "weather"
+            assert '{"city": "'.startswith(arguments[:10])
+            starts.append(arguments)
+    assert starts == sorted(starts, key=len)
+    assert any(start and not start.endswith("}") for start in starts)
+
+
+def test_streamed_call_that_is_cut_short_is_the_plain_one(qwen: Told) -> None:
     qwen.say(SAID["qwen"])
-    answer = ask(qwen, tools=TOOLS, max_tokens=30)
-    assert answer.choices[0].finish_reason == "length"
-    assert SAID["qwen"].startswith(answer.choices[0].message.content or "-")
+    for max_tokens in (5, 48):
+        fields = {"tools": TOOLS, "max_tokens": max_tokens}
+        plain, parts = ask(qwen, **fields), stream(qwen, **fields)
+        assert parts[-1].choices[0].finish_reason == plain.choices[0].finish_reason == "length"
+        deltas = [chunk.choices[0].delta for chunk in parts]
+        calls = [call.function for delta in deltas for call in delta.tool_calls or ()]
+        assert [(call.name, call.arguments) for call in calls if call] == calls_of(plain)
+        text = "".join(delta.content or "" for delta in deltas)
+        assert text == (plain.choices[0].message.content or "")
+
+
+def test_stream_of_a_call_has_no_chunks_that_say_nothing(qwen: Told) -> None:
+    qwen.say(SAID["qwen"])
+    opening, call, end = stream(qwen, tools=TOOLS)
+    assert opening.choices[0].delta.role == "assistant"
+    assert call.choices[0].delta.tool_calls is not None
+    assert end.choices[0].finish_reason == "tool_calls"
+
+
+def test_stream_of_a_call_has_the_logprobs_of_its_tokens(qwen: Told) -> None:
+    qwen.say(SAID["qwen"])
+    fields = {"tools": TOOLS, "logprobs": True}
+    plain = ask(qwen, **fields).choices[0].logprobs
+    parts = [chunk.choices[0].logprobs for chunk in stream(qwen, **fields)]
+    assert plain is not None
+    assert plain.content == [each for part in parts if part for each in part.content or ()]
 
 
 def test_streaming_helper_tells_of_arguments(qwen: Told) -> None:
@@ -279,7 +324,8 @@ def test_references_of_a_tool_lead_into_its_own_schema(qwen: Told) -> None:
 def test_required_call_that_is_cut_short_is_a_length(qwen: Told) -> None:
     qwen.roll()
     answer = ask(qwen, tools=TOOLS, tool_choice="required", max_tokens=12)
-    assert answer.choices[0].finish_reason == "length"
+    [choice] = answer.choices
+    assert (choice.finish_reason, choice.message.content or "") == ("length", "")
     assert calls_of(answer) == []
 
 
@@ -395,7 +441,7 @@ def test_wrong_tools_are_refused_by_name(qwen: Told, fields: dict[str, Any], par
 
 
 def test_calls_of_a_conversation_are_checked(qwen: Told) -> None:
-    for arguments in ("[]", "{", "1"):
+    for arguments in ("[]", "{", "1", '{"a": NaN}', '{"a": [1e999]}', '{"a": {"b": 1, "b": 2}}'):
         function = {"name": "weather", "arguments": arguments}
         call = {"id": "c1", "type": "function", "function": function}
         messages = [*ASK, {"role": "assistant", "tool_calls": [call]}]
@@ -422,6 +468,7 @@ def test_time_that_is_over_before_the_first_token_is_a_504(qwen: Told) -> None:
             with pytest.raises(openai.InternalServerError) as refused:
                 asked(qwen, extra_body={"timeout_ms": 20})
             assert (refused.value.status_code, refused.value.code) == (504, "deadline_exceeded")
+            assert refused.value.response.headers["x-should-retry"] == "false"
     finally:
         told_so.set()
 
@@ -438,15 +485,16 @@ def test_failure_in_mid_stream_is_an_error_while_iterating(qwen: Told) -> None:
     assert (failed.value.code, failed.value.type) == ("model_failure", "server_error")
 
 
-def test_failure_before_the_first_token_is_one_that_the_client_repeats(qwen: Told) -> None:
+def test_failure_before_the_first_token_is_an_error_that_the_client_does_not_repeat(
+    qwen: Told,
+) -> None:
+    again = qwen.client.with_options(max_retries=2)
     qwen.say("at last")
     for fields in ({}, {"stream": True}):
         qwen.model.change = failing_at(0)
         with pytest.raises(openai.InternalServerError) as failed:
-            qwen.client.chat.completions.create(model=MODEL, messages=ASK, **fields)
+            again.chat.completions.create(model=MODEL, messages=ASK, **fields)
         assert failed.value.code == "model_failure"
-    qwen.model.change = failing_at(0)
-    again = qwen.client.with_options(max_retries=1)
     answer = again.chat.completions.create(model=MODEL, messages=ASK)
     assert answer.choices[0].message.content == "at last"
 

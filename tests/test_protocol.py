@@ -34,7 +34,7 @@ SHARED: Wrong = {
         ["0", "-1", "1e9", *_INTEGER, "99999999999999999999"],
         "an integer from 1 to what the prompt leaves of the model's context",
     ),
-    "min_tokens": (["-1", "null", *_INTEGER], "an integer from 0 to max_tokens"),
+    "min_tokens": (["-1", *_INTEGER], "an integer from 0 to max_tokens"),
     "temperature": (["-0.1", "2.1", "1e308", *_NUMBER], "from 0 (greedy) to 2"),
     "top_p": (["0", "-0.1", "1.01", *_NUMBER], "above 0 and at most 1"),
     "top_k": (["-2", *_INTEGER], "0 or -1 is off"),
@@ -63,7 +63,7 @@ SHARED: Wrong = {
         "a string, or a list of at most 16, of 1 to 1024 characters each",
     ),
     "stop_token_ids": ([*_IDS, str(list(range(1025)))], "a list of at most 1024 token ids"),
-    "ignore_eos": (["null", *_FLAG], "true or false"),
+    "ignore_eos": (_FLAG, "true or false"),
     "repetition_guard": (["0", "1", "-2", "1001", *_INTEGER], "an integer from 2 to 1000"),
     "timeout_ms": (["0", "-1", *_INTEGER], "at most the server's MAX_TIMEOUT_MS"),
     "response_format": (_FORMAT, '"text", "json_object", or "json_schema"'),
@@ -87,7 +87,7 @@ WRONG: dict[type[BaseModel], Wrong] = {
     GenerateRequest: SHARED
     | {
         "prompt": (['""', "null", "7", "1.5", "true", '["a"]', "{}"], "at least one character"),
-        "parse_special": (["null", *_FLAG], "true or false"),
+        "parse_special": (_FLAG, "true or false"),
         "logprobs": _LOGPROBS,
         "regex": (['""', *_TEXT], "a regular expression"),
         "grammar": (['""', *_TEXT], "a grammar"),
@@ -122,8 +122,8 @@ WRONG: dict[type[BaseModel], Wrong] = {
     },
     TokenizeRequest: {
         "prompt": (["null", *_TEXT], "text"),
-        "parse_special": (["null", *_FLAG], "true or false"),
-        "add_special_tokens": (["null", *_FLAG], "true or false"),
+        "parse_special": (_FLAG, "true or false"),
+        "add_special_tokens": (_FLAG, "true or false"),
     },
     DetokenizeRequest: {"tokens": (["null", *_IDS], "a list of token ids")},
 }

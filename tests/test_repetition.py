@@ -35,9 +35,11 @@ def counted_by_hand(ids: list[int]) -> int:
     return best
 
 
-def answered(script: list[int], guard: int, max_tokens: int = 3000) -> Sequence:
+def answered(
+    script: list[int], guard: int, max_tokens: int = 3000, min_tokens: int = 0
+) -> Sequence:
     engine = scripted_engine(script)
-    params = SamplingParams(max_tokens, ignore_eos=True, repetition_guard=guard)
+    params = SamplingParams(max_tokens, min_tokens, ignore_eos=True, repetition_guard=guard)
     sequence = Sequence("guarded", [1], params)
     engine.submit(sequence)
     run(engine)
@@ -81,6 +83,12 @@ def test_loop_ends_at_the_set_number_of_repeats(guard: int) -> None:
     sequence = answered([A, B, C], guard)
     assert sequence.finish_reason is FinishReason.REPETITION
     assert sequence.output_ids == [A, B, C] * guard
+
+
+def test_loop_runs_on_until_min_tokens() -> None:
+    sequence = answered([A, B, C], guard=3, min_tokens=20)
+    assert sequence.finish_reason is FinishReason.REPETITION
+    assert len(sequence.output_ids) == 20
 
 
 def test_loop_runs_on_without_the_guard() -> None:

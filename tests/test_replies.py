@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from app.completion import Delta, Token
-from app.errors import ModelFailure
+from app.errors import DeadEnd, DeadlineExceeded, ModelFailure, NotReady, ServeError
 from app.replies import event, guarded, logprobs, timings, usage
 from app.sequence import TokenLogprobs
 from app.text import TextCodec
@@ -98,6 +98,21 @@ def test_failure_midway_becomes_one_error_event_at_the_end(
     assert "secret" not in str(last)
     assert counted == [code]
     assert answer.num_aborts == 1
+
+
+@pytest.mark.parametrize(
+    "error", [ModelFailure("x"), NotReady("x"), DeadEnd("x"), DeadlineExceeded("x")], ids=repr
+)
+def test_failure_midway_is_logged_with_the_requests_id_and_its_code(
+    error: ServeError, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer: Any = StubAnswer()
+    frames = (event({"text": delta.text}) for _, delta in FailingDeltas([], error))
+    list(guarded(answer, frames, lambda code: None))
+    [record] = caplog.records
+    assert (record.levelname, record.exc_info) == ("WARNING", None)
+    assert "request-1" in record.getMessage()
+    assert error.code in record.getMessage()
 
 
 def test_client_that_leaves_early_aborts_the_answer() -> None:

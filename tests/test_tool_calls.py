@@ -76,6 +76,64 @@ def test_part_of_a_call_is_text_at_the_end(format_: ToolFormat) -> None:
         assert parsed(format_, [whole[:end]]) == [whole[:end]]
 
 
+def cut_short(format_: ToolFormat, text: str, is_forced: bool = False) -> list[str | ToolCall]:
+    parser = ToolParser(format_, NAMES, is_forced=is_forced)
+    return parser.feed(text) + parser.flush(is_cut=True)
+
+
+@both
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_call_that_is_cut_short_is_one_as_far_as_it_goes(
+    format_: ToolFormat, is_forced: bool
+) -> None:
+    whole = TEXTS[format_]
+    begins = len(format_.begin)
+    is_named = whole.index('"weather"') + len('"weather"')
+    given_from, given_to = whole.index(ROME), whole.index(ROME) + len(ROME)
+    for end in range(1, len(whole)):
+        told = cut_short(format_, whole[:end], is_forced)
+        if end >= is_named:
+            assert told == [ToolCall("weather", whole[given_from : min(end, given_to)])]
+        elif is_forced or (begins and end >= begins):
+            assert told == []
+        else:
+            assert told == [whole[:end]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "unknown", "arguments": {"a": ',
+        '<tool_call>{"name": "wet',
+        '<tool_call>{"nam": ',
+        '<tool_call>{"name": "weather", "arguments": [',
+        '<tool_call>{"name": "weather", "arguments": {"a" 1}, ',
+        '<tool_call>{"name": "weather"; ',
+        "<tool_call>{name",
+        "<tool_call> so",
+        "<tool",
+        "less < more",
+    ],
+)
+def test_what_becomes_no_call_is_text_also_if_it_is_cut_short(text: str) -> None:
+    assert "".join(map(str, cut_short(HERMES, text))) == text
+
+
+def test_whole_calls_in_front_of_the_one_that_is_cut_short_stay() -> None:
+    text = f'[TOOL_CALLS][{OBJECT}, {{"id": "abc", "name": "clock", "arguments": {{"zo'
+    assert cut_short(MISTRAL, text) == [CALL, ToolCall("clock", '{"zo')]
+    for end in ("", ",", ", ", ', {"na'):
+        assert cut_short(MISTRAL, f"[TOOL_CALLS][{OBJECT}{end}") == [CALL]
+    assert cut_short(HERMES, f"so {TEXTS[HERMES]}\n<tool_call>\n") == ["so", CALL]
+    two = f"[TOOL_CALLS][{OBJECT} {OBJECT}"
+    assert "".join(map(str, cut_short(MISTRAL, two))) == two
+
+
+def test_object_that_names_no_tool_is_text_where_calls_have_no_marker() -> None:
+    for text in ('{"name": "Bob", "parameters": {"a', '{"na', '{"a": 1'):
+        assert "".join(map(str, cut_short(LLAMA, text))) == text
+
+
 @both
 @pytest.mark.parametrize(
     "wrong",
@@ -175,6 +233,23 @@ PIECES = [
     *(OBJECT, OBJECT.replace("arguments", "parameters"), "[", "]", ", ", "{", "}", '"', "\\", " "),
     *("\n", "text", *TEXTS.values()),
 ]
+
+
+@both
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.sampled_from(PIECES), max_size=8).map("".join), st.integers(0, 400))
+def test_cut_short_does_not_depend_on_how_the_text_is_cut(
+    format_: ToolFormat, text: str, place: int
+) -> None:
+    text = text[:place]
+    parser = ToolParser(format_, NAMES)
+    told = [piece for letter in text for piece in parser.feed(letter)] + parser.flush(is_cut=True)
+    whole = cut_short(format_, text)
+    assert [p for p in told if isinstance(p, ToolCall)] == [
+        p for p in whole if isinstance(p, ToolCall)
+    ]
+    joined = "".join(p for p in told if isinstance(p, str))
+    assert joined == "".join(p for p in whole if isinstance(p, str))
 
 
 @both
