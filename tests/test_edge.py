@@ -12,7 +12,7 @@ import gevent.event
 import pytest
 from gevent.pywsgi import WSGIHandler
 
-from app import edge
+from app import connection, edge
 from app.edge import Edge
 
 from .services import until
@@ -199,7 +199,7 @@ def test_full_server_answers_health_and_metrics_and_refuses_the_rest() -> None:
 
 def test_silent_clients_do_not_hold_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Health waits for a place in it for a second at most."""
-    monkeypatch.setattr(edge, "_SPARE_SECONDS", SOON / 1000)
+    monkeypatch.setattr(connection, "_SPARE_SECONDS", SOON / 1000)
     with serving(max_connections=1, reserved_connections=2) as server, ExitStack() as stack:
         for sent in (GET, b"", b"GET / HT", b"", b"GET "):
             stack.enter_context(Client(server)).send(sent)
