@@ -254,6 +254,25 @@ def test_head_of_a_get_route_is_its_head_alone(server: Edge, path: str) -> None:
     assert f"content-type: {whole.headers['content-type']}".encode() in head.lower()
 
 
+def test_head_of_a_stream_has_no_body_either() -> None:
+    def app(environ: dict[str, Any], start_response: Any) -> Iterator[bytes]:
+        start_response("200 OK", [("Content-Type", "text/plain")])
+        return iter(())
+
+    with serving(app) as server, Client(server) as client:
+        received = client.send(b"HEAD" + GET[3:] + b"HEAD" + LAST_GET[3:]).read_to_end()
+    parts = received.split(b"\r\n\r\n")
+    assert [part[:12] for part in parts] == [b"HTTP/1.1 200", b"HTTP/1.1 200", b""]
+
+
+def test_client_that_sends_on_after_a_refusal_still_reads_it(server: Edge) -> None:
+    """A connection that is closed with bytes unread is reset, and the answer lost on the way."""
+    with Client(server) as client:
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
+        client.send(post(b" " * 3_000_000))
+        assert client.only_reply().code == "payload_too_large"
+
+
 def test_refused_head_has_no_body(server: Edge) -> None:
     request = b"HEAD /health/live HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n"
     with Client(server) as client:
