@@ -50,7 +50,8 @@ EDGE_OPTIONS: list[click.Parameter] = [
     ),
     _number(
         "header_timeout_ms",
-        "Milliseconds from a request's first byte to the end of its headers.",
+        "Milliseconds from a request's first byte to the end of its headers; also until the first "
+        "byte of a new connection.",
         *(10_000, 1, _DAY_MS),
     ),
     _number("read_timeout_ms", "Milliseconds between the bytes of a body.", 10_000, 1, _DAY_MS),

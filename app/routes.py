@@ -15,7 +15,7 @@ from . import generate_requests, openai_requests, responses
 
 JSON = "application/json"
 _SERVED = (500, 503)  # all routes that need the model
-_WORKS = (400, 413, 415, 504, *_SERVED)
+_WORKS = (400, 408, 413, 415, 504, *_SERVED)
 
 
 @dataclass(frozen=True)

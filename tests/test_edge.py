@@ -12,7 +12,7 @@ import gevent.event
 import pytest
 from gevent.pywsgi import WSGIHandler
 
-from app import edge
+from app import connection, edge
 from app.edge import Edge
 
 from .services import until
@@ -199,7 +199,7 @@ def test_full_server_answers_health_and_metrics_and_refuses_the_rest() -> None:
 
 def test_silent_clients_do_not_hold_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Health waits for a place in it for a second at most."""
-    monkeypatch.setattr(edge, "_SPARE_SECONDS", SOON / 1000)
+    monkeypatch.setattr(connection, "_SPARE_SECONDS", SOON / 1000)
     with serving(max_connections=1, reserved_connections=2) as server, ExitStack() as stack:
         for sent in (GET, b"", b"GET / HT", b"", b"GET "):
             stack.enter_context(Client(server)).send(sent)
@@ -252,6 +252,25 @@ def test_head_of_a_get_route_is_its_head_alone(server: Edge, path: str) -> None:
         head, _, body = client.send(b"HEAD" + get[3:]).read_to_end().partition(b"\r\n\r\n")
     assert (head.split()[1], body) == (b"200", b"")
     assert f"content-type: {whole.headers['content-type']}".encode() in head.lower()
+
+
+def test_head_of_a_stream_has_no_body_either() -> None:
+    def app(environ: dict[str, Any], start_response: Any) -> Iterator[bytes]:
+        start_response("200 OK", [("Content-Type", "text/plain")])
+        return iter(())
+
+    with serving(app) as server, Client(server) as client:
+        received = client.send(b"HEAD" + GET[3:] + b"HEAD" + LAST_GET[3:]).read_to_end()
+    parts = received.split(b"\r\n\r\n")
+    assert [part[:12] for part in parts] == [b"HTTP/1.1 200", b"HTTP/1.1 200", b""]
+
+
+def test_client_that_sends_on_after_a_refusal_still_reads_it(server: Edge) -> None:
+    """A connection that is closed with bytes unread is reset, and the answer lost on the way."""
+    with Client(server) as client:
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)
+        client.send(post(b" " * 3_000_000))
+        assert client.only_reply().code == "payload_too_large"
 
 
 def test_refused_head_has_no_body(server: Edge) -> None:

@@ -3,7 +3,7 @@ nothing behind it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import gevent
 import pytest
@@ -285,10 +285,20 @@ def test_100_is_sent_only_when_the_body_is_read(server: Edge, route: str) -> Non
             assert client.send(LAST_GET).only_reply().status == 200
 
 
-def test_100_is_not_sent_for_a_body_that_has_come_already(server: Edge) -> None:
+@pytest.mark.parametrize("whole", [post, chunked])
+def test_100_is_not_sent_for_a_body_that_has_come_already(
+    server: Edge, whole: Callable[..., bytes]
+) -> None:
+    body = BODY if whole is post else ONE_CHUNK + b"0\r\n\r\n"
     with Client(server) as client:
-        request = post(BODY, b"Expect: 100-continue", b"Connection: close")
+        request = whole(body, b"Expect: 100-continue", b"Connection: close")
         assert client.send(request).only_reply().status == 200
+
+
+def test_100_is_sent_for_chunks_too(server: Edge) -> None:
+    with Client(server) as client:
+        assert client.send(chunked(b"", b"Expect: 100-continue")).read().status == 100
+        assert client.send(ONE_CHUNK + b"0\r\n\r\n").read().status == 200
 
 
 def test_too_large_a_body_is_refused_without_a_100(server: Edge) -> None:

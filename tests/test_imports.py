@@ -72,7 +72,8 @@ OWN: dict[str, set[str]] = {
     # HTTP
     "framing": {"config", "errors"},
     "body": {"config", "errors", "framing"},
-    "edge": {"access", "body", "config", "errors", "framing"},
+    "connection": {"access", "body", "errors", "framing"},
+    "edge": {"config", "connection"},
     "fields": {"sequence"},
     "generate_requests": {"fields"},
     "openai_requests": {"fields", "tools"},
@@ -109,7 +110,7 @@ OWN: dict[str, set[str]] = {
 DOORS: dict[str, set[str]] = {
     "click": {"config", "edge_options"},
     "flask": {"api", "docs_page", "edge", "generate_api", "http", "openai_api"},
-    "gevent": {"__main__", "bridge", "completion", "edge", "framing"},
+    "gevent": {"__main__", "bridge", "completion", "connection", "edge", "framing"},
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar"},
     "numpy": {
@@ -119,7 +120,7 @@ DOORS: dict[str, set[str]] = {
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"form", "fused", "model"},
     "optimum": {"model"},
-    "orjson": {"edge", "http", "openai_replies", "protocol", "replies"},
+    "orjson": {"connection", "http", "openai_replies", "protocol", "replies"},
     "prometheus_client": {"api", "metrics", "service"},
     "psutil": {"machine"},
     "pydantic": {
