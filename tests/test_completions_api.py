@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,11 +104,29 @@ def test_choices_of_several_prompts_stand_side_by_side(client: FlaskClient) -> N
 
 @pytest.mark.parametrize(("num_prompts", "n"), [(129, 1), (65, 2), (2, 65)])
 def test_more_choices_than_a_request_may_have_are_refused(
-    client: FlaskClient, num_prompts: int, n: int
+    service: StubService, client: FlaskClient, num_prompts: int, n: int
 ) -> None:
+    """And none of the prompts is encoded."""
+    encoded: list[str] = []
+    codec = SimpleNamespace(encode=lambda text, **_: encoded.append(text) or [1])
+    object.__setattr__(service.model, "codec", codec)
     status, error = error_of(client, "/v1/completions", prompt=["a"] * num_prompts, n=n)
     assert (status, error["param"]) == (400, "prompt")
     assert "more than 128 choices" in error["message"]
+    assert encoded == []
+
+
+def test_prompts_share_what_the_request_says_and_differ_in_their_seeds(
+    service: StubService, client: FlaskClient
+) -> None:
+    fields: dict[str, Any] = {"banned_token_ids": [1, 2, 3], "logit_bias": {"4": 1}, "n": 2}
+    ask(client, "/v1/completions", prompt=["a", "a"], max_tokens=2, **fields)
+    asked = {sequence for plan in service.stub.plans for sequence in plan.sampled}
+    assert len(asked) == 4
+    assert len({id(sequence.params.banned_token_ids) for sequence in asked}) == 1
+    assert len({id(sequence.params.logit_bias) for sequence in asked}) == 1
+    assert len({sequence.params.seed for sequence in asked}) == 4
+    assert {sequence.params.max_tokens for sequence in asked} == {2}
 
 
 def test_as_many_choices_as_a_request_may_have_are_given(client: FlaskClient) -> None:
