@@ -30,6 +30,9 @@ def _few_prompts(value: Any) -> Any:
     return value
 
 
+_FewPrompts = BeforeValidator(_few_prompts)
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = Field(None, description="true or false")
     include_obfuscation: bool | None = Field(
@@ -68,11 +71,9 @@ class OpenAIFields(SamplingFields):
 class CompletionRequest(OpenAIFields):
     """The body of `POST /v1/completions`."""
 
-    prompt: Annotated[_Prompt | _Prompts | _Ids | _IdPrompts, BeforeValidator(_few_prompts)] = (
-        Field(
-            description="a string, a list of strings, a list of token ids, or a list of such lists; "
-            f"at most {MAX_CHOICES} prompts"
-        )
+    prompt: Annotated[_Prompt | _Prompts | _Ids | _IdPrompts, _FewPrompts] = Field(
+        description="a string, a list of strings, a list of token ids, or a list of such lists; "
+        f"at most {MAX_CHOICES} prompts"
     )
     logprobs: int | None = Field(
         None,
