@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import gevent
 import pytest
 from flask.testing import FlaskClient
 
@@ -280,3 +282,34 @@ def test_served_names_stand_for_the_models_own() -> None:
         assert ask(client, "/v1/completions")["model"] == "org/phi"
         assert ask(client)["model"] == "org/phi"
         assert error_of(client, "/v1/completions", model="stub")[0] == 404
+
+
+# --- memory of log-probabilities (FR19) ---------------------------------------------------------
+
+
+def peak_of_many(num_rows: int, **fields: Any) -> int:
+    """Bytes, while 50 requests run at once on `num_rows` rows and their answers are dropped."""
+    with running(StubService(max_batch_size=num_rows)) as service:
+        app = create_app(service)
+
+        def ask_and_drop() -> int:
+            return app.test_client().post("/generate", json={"prompt": "a"} | fields).status_code
+
+        ask_and_drop()  # what is built once
+        tracemalloc.start()
+        try:
+            jobs = [gevent.spawn(ask_and_drop) for _ in range(50)]
+            gevent.joinall(jobs, raise_error=True)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert {job.value for job in jobs} == {200}
+    return peak
+
+
+def test_log_probabilities_are_kept_of_what_runs_however_many_requests_wait() -> None:
+    """At most 200 bytes each, of the rows that run and of as many answers that are framed."""
+    num_rows, num_tokens, num_logprobs = 4, 30, 20
+    without = peak_of_many(num_rows, max_tokens=num_tokens)
+    peak = peak_of_many(num_rows, max_tokens=num_tokens, logprobs=num_logprobs)
+    assert peak - without < 2 * num_rows * num_tokens * (num_logprobs + 1) * 200
