@@ -11,7 +11,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from .sequence import SamplingParams
 
@@ -19,11 +19,24 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_TOKEN_IDS = 16_384  # of a list of ids that can or cannot come
+_MAX_BIASES = 1024
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_Digits = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+# Without leading zeros: "1" and "01" would be one id with two values.
+_Digits = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+# Lists end at their first error: pydantic would collect one of each item, on the hub.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+_Stops = Annotated[list[_Stop], Field(fail_fast=True, max_length=16)]
+
+
+def _few(value: Any) -> Any:
+    """Before the items of an object are looked at, each of which may have its error."""
+    if isinstance(value, dict) and len(value) > _MAX_BIASES:
+        raise ValueError(f"it has {len(value)} entries")
+    return value
 
 
 class Strict(BaseModel):
@@ -107,17 +120,22 @@ class SamplingFields(Strict):
     frequency_penalty: float | None = Field(
         None, ge=-2, le=2, description="a number from -2 to 2; 0 is off"
     )
-    logit_bias: dict[_Digits, _Bias] | None = Field(
+    logit_bias: Annotated[dict[_Digits, _Bias] | None, BeforeValidator(_few)] = Field(
         None,
-        max_length=1024,
-        description="an object of at most 1024 token ids (as strings), each with a number from "
-        "-100 to 100",
+        max_length=_MAX_BIASES,
+        description=f"an object of at most {_MAX_BIASES} token ids (as strings, without leading "
+        "zeros), each with a number from -100 to 100",
     )
-    allowed_token_ids: list[TokenId] | None = Field(
-        None, min_length=1, description="a list of at least one token id; no other can come"
+    allowed_token_ids: TokenIds | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_TOKEN_IDS,
+        description=f"a list of 1 to {MAX_TOKEN_IDS} token ids; no other can come",
     )
-    banned_token_ids: list[TokenId] | None = Field(
-        None, description="a list of token ids that cannot come"
+    banned_token_ids: TokenIds | None = Field(
+        None,
+        max_length=MAX_TOKEN_IDS,
+        description=f"a list of at most {MAX_TOKEN_IDS} token ids that cannot come",
     )
     seed: int | None = Field(
         None, ge=-(2**63), lt=2**63, description="an integer of 64 bits; random by default"
@@ -128,12 +146,12 @@ class SamplingFields(Strict):
         le=MAX_CHOICES,
         description=f"an integer from 1 to {MAX_CHOICES}, how many answers",
     )
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = Field(
+    stop: _Stop | _Stops | None = Field(
         None,
         description="a string, or a list of at most 16, of 1 to 1024 characters each; the answer "
         "ends in front of the first",
     )
-    stop_token_ids: list[TokenId] | None = Field(
+    stop_token_ids: TokenIds | None = Field(
         None, max_length=1024, description="a list of at most 1024 token ids that end the answer"
     )
     ignore_eos: bool | None = Field(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from .fields import MAX_LOGPROBS, SamplingFields, Strict, Structure, TokenId
+from .fields import MAX_LOGPROBS, SamplingFields, Strict, Structure, TokenIds
 
 DEFAULT_MAX_TOKENS = 256
+MAX_TOKENS = 131_072  # of one text: the longest context of the models that are served
 
 
 class GenerateRequest(SamplingFields):
@@ -79,4 +80,7 @@ class TokenizeRequest(Strict):
 class DetokenizeRequest(Strict):
     """The body of `POST /detokenize`."""
 
-    tokens: list[TokenId] = Field(description="a list of token ids of the model's vocabulary")
+    tokens: TokenIds = Field(
+        max_length=MAX_TOKENS,
+        description=f"a list of at most {MAX_TOKENS} token ids of the model's vocabulary",
+    )

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from io import StringIO
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
@@ -45,12 +45,13 @@ class Reply(ABC):
 
     def whole(self, deltas: Iterable[Indexed]) -> dict[str, Any]:
         """The whole answer as one object: its chunks, joined."""
-        taken: list[list[dict[str, Any]]] = [[] for _ in self.answer.completions]
+        taken = [_Joined() for _ in self.answer.completions]
         for index, delta in deltas:
-            taken[index].append(self._chunk(index, delta))
+            chunk = self._chunk(index, delta)
+            taken[index].add(chunk, *self._said(chunk))
         choices = [
-            {"index": index, "finish_reason": chunks[-1]["finish_reason"]} | self._join(chunks)
-            for index, chunks in enumerate(taken)
+            {"index": index, "finish_reason": joined.finish_reason} | self._join(joined)
+            for index, joined in enumerate(taken)
         ]
         head = self._head | {"object": self.object}
         return head | {"choices": choices, "usage": usage(self.answer)} | self._tail()
@@ -80,7 +81,11 @@ class Reply(ABC):
         """A choice of a chunk."""
 
     @abstractmethod
-    def _join(self, chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    def _said(self, chunk: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+        """Its text and its calls."""
+
+    @abstractmethod
+    def _join(self, joined: _Joined) -> dict[str, Any]:
         """A choice of the whole answer, from those of its chunks."""
 
     def _opening(self) -> Iterator[dict[str, Any]]:
@@ -93,6 +98,31 @@ class Reply(ABC):
 
     def _tail(self) -> dict[str, Any]:
         return {"timings": timings(self.answer), "request_id": self.answer.request_id}
+
+
+class _Joined:
+    """A choice of a whole answer, as its chunks come: of each no more than what it says is kept."""
+
+    def __init__(self) -> None:
+        self._text = StringIO()
+        self.calls: list[dict[str, Any]] = []
+        self.logprobs: dict[str, Any] | None = None
+        self.finish_reason: str | None = None
+
+    def add(self, chunk: dict[str, Any], text: str, calls: list[dict[str, Any]]) -> None:
+        self._text.write(text)
+        self.calls += calls
+        self.finish_reason = chunk["finish_reason"]
+        if self.logprobs is None:
+            self.logprobs = chunk["logprobs"]
+            return
+        for name, values in (chunk["logprobs"] or {}).items():
+            if values is not None:
+                self.logprobs[name] += values
+
+    @property
+    def text(self) -> str:
+        return self._text.getvalue()
 
 
 class _Offsets:
@@ -150,11 +180,11 @@ class CompletionReply(Reply):
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
-    def _join(self, chunks: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "text": "".join(chunk["text"] for chunk in chunks),
-            "logprobs": _join_lists([chunk["logprobs"] for chunk in chunks]),
-        }
+    def _said(self, chunk: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+        return chunk["text"], []
+
+    def _join(self, joined: _Joined) -> dict[str, Any]:
+        return {"text": joined.text, "logprobs": joined.logprobs}
 
 
 class ChatReply(Reply):
@@ -202,16 +232,19 @@ class ChatReply(Reply):
             "finish_reason": self._reason(index, delta),
         }
 
-    def _join(self, chunks: list[dict[str, Any]]) -> dict[str, Any]:
-        deltas = [chunk["delta"] for chunk in chunks]
-        calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
-        content = "".join(delta.get("content", "") for delta in deltas)
+    def _said(self, chunk: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+        delta = chunk["delta"]
+        return delta.get("content", ""), delta.get("tool_calls", [])
+
+    def _join(self, joined: _Joined) -> dict[str, Any]:
+        content = joined.text
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if calls:
-            whole = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+        if joined.calls:
+            whole = [
+                {key: call[key] for key in ("id", "type", "function")} for call in joined.calls
+            ]
             message |= {"content": content or None, "tool_calls": whole}
-        logprobs = _join_lists([chunk["logprobs"] for chunk in chunks])
-        return {"message": message, "logprobs": logprobs}
+        return {"message": message, "logprobs": joined.logprobs}
 
     def _parse(self, index: int, delta: Delta) -> tuple[str, list[ToolCall]]:
         """Text to show and calls: whole ones, and where the answer is cut what there is of one."""
@@ -235,18 +268,6 @@ class ChatReply(Reply):
         if not self.answer.has_logprobs:
             return None
         return {"content": logprobs(delta.tokens, self._codec), "refusal": None}
-
-
-def _join_lists(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Log-probabilities of all chunks, list by list."""
-    known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    first = known[0]
-    return {
-        name: None if first[name] is None else [*chain.from_iterable(p[name] for p in known)]
-        for name in first
-    }
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from .fields import MAX_LOGPROBS, SamplingFields, Strict, TokenId
+from .fields import MAX_CHOICES, MAX_LOGPROBS, SamplingFields, Strict, TokenIds
 from .tools import NO_ARGUMENTS, Tool, ToolUse
 
 MAX_TOOLS = 128
@@ -22,7 +22,19 @@ PLATFORM_FIELDS = (
 )
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _Prompt = Annotated[str, Field(min_length=1)]
-_Ids = Annotated[list[TokenId], Field(min_length=1)]
+_Prompts = Annotated[list[_Prompt], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
+_Ids = Annotated[TokenIds, Field(min_length=1)]
+_IdPrompts = Annotated[list[_Ids], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
+
+
+def _few_prompts(value: Any) -> Any:
+    """Told of the list itself, whatever the members of the union say of its items."""
+    if isinstance(value, list) and len(value) > MAX_CHOICES and not isinstance(value[0], int):
+        raise ValueError(f"{len(value)} prompts are more than {MAX_CHOICES} choices")
+    return value
+
+
+_FewPrompts = BeforeValidator(_few_prompts)
 
 
 class StreamOptions(Strict):
@@ -60,13 +72,9 @@ class OpenAIFields(SamplingFields):
 class CompletionRequest(OpenAIFields):
     """The body of `POST /v1/completions`."""
 
-    prompt: (
-        _Prompt
-        | Annotated[list[_Prompt], Field(min_length=1)]
-        | _Ids
-        | Annotated[list[_Ids], Field(min_length=1)]
-    ) = Field(
-        description="a string, a list of strings, a list of token ids, or a list of such lists"
+    prompt: Annotated[_Prompt | _Prompts | _Ids | _IdPrompts, _FewPrompts] = Field(
+        description="a string, a list of strings, a list of token ids, or a list of such lists; "
+        f"at most {MAX_CHOICES} prompts"
     )
     logprobs: int | None = Field(
         None,
@@ -103,7 +111,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1)]
+Content = str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)]
 
 
 # What the client library's stream and parse helpers add to a message, a second time and read: the
@@ -149,7 +157,9 @@ class UserMessage(_Message):
 class AssistantMessage(_Message):
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: list[CalledTool] | None = Field(None, min_length=1)
+    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True)] | None = Field(
+        None, min_length=1
+    )
     parsed: _Added = None
     # As the client library returns them, where they are empty.
     refusal: None = None
@@ -210,12 +220,12 @@ class ChosenTool(Strict):
 class RenderRequest(Strict):
     """The body of `POST /v1/chat/render`."""
 
-    messages: list[ChatMessage] = Field(
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(
         min_length=1,
         description="a list of at least one message, each with a role (system, developer, user, "
         "assistant or tool) and content: a string, or a list of parts of type text",
     )
-    tools: list[FunctionTool] | None = Field(
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = Field(
         None,
         min_length=1,
         max_length=MAX_TOOLS,
@@ -259,7 +269,9 @@ class ChatRequest(RenderRequest, OpenAIFields):
         description='"none", "auto", "required", or an object that names one of the tools',
     )
     parallel_tool_calls: bool | None = Field(None, description="true or false")
-    modalities: list[Literal["text"]] | None = Field(None, description='["text"]')
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = Field(
+        None, description='["text"]'
+    )
 
     @property
     def num_logprobs(self) -> int | None:

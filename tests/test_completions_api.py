@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import gevent
 import pytest
 from flask.testing import FlaskClient
 
@@ -103,11 +106,29 @@ def test_choices_of_several_prompts_stand_side_by_side(client: FlaskClient) -> N
 
 @pytest.mark.parametrize(("num_prompts", "n"), [(129, 1), (65, 2), (2, 65)])
 def test_more_choices_than_a_request_may_have_are_refused(
-    client: FlaskClient, num_prompts: int, n: int
+    service: StubService, client: FlaskClient, num_prompts: int, n: int
 ) -> None:
+    """And none of the prompts is encoded."""
+    encoded: list[str] = []
+    codec = SimpleNamespace(encode=lambda text, **_: encoded.append(text) or [1])
+    object.__setattr__(service.model, "codec", codec)
     status, error = error_of(client, "/v1/completions", prompt=["a"] * num_prompts, n=n)
     assert (status, error["param"]) == (400, "prompt")
     assert "more than 128 choices" in error["message"]
+    assert encoded == []
+
+
+def test_prompts_share_what_the_request_says_and_differ_in_their_seeds(
+    service: StubService, client: FlaskClient
+) -> None:
+    fields: dict[str, Any] = {"banned_token_ids": [1, 2, 3], "logit_bias": {"4": 1}, "n": 2}
+    ask(client, "/v1/completions", prompt=["a", "a"], max_tokens=2, **fields)
+    asked = {sequence for plan in service.stub.plans for sequence in plan.sampled}
+    assert len(asked) == 4
+    assert len({id(sequence.params.banned_token_ids) for sequence in asked}) == 1
+    assert len({id(sequence.params.logit_bias) for sequence in asked}) == 1
+    assert len({sequence.params.seed for sequence in asked}) == 4
+    assert {sequence.params.max_tokens for sequence in asked} == {2}
 
 
 def test_as_many_choices_as_a_request_may_have_are_given(client: FlaskClient) -> None:
@@ -261,3 +282,34 @@ def test_served_names_stand_for_the_models_own() -> None:
         assert ask(client, "/v1/completions")["model"] == "org/phi"
         assert ask(client)["model"] == "org/phi"
         assert error_of(client, "/v1/completions", model="stub")[0] == 404
+
+
+# --- memory of log-probabilities (FR19) ---------------------------------------------------------
+
+
+def peak_of_many(num_rows: int, **fields: Any) -> int:
+    """Bytes, while 50 requests run at once on `num_rows` rows and their answers are dropped."""
+    with running(StubService(max_batch_size=num_rows)) as service:
+        app = create_app(service)
+
+        def ask_and_drop() -> int:
+            return app.test_client().post("/generate", json={"prompt": "a"} | fields).status_code
+
+        ask_and_drop()  # what is built once
+        tracemalloc.start()
+        try:
+            jobs = [gevent.spawn(ask_and_drop) for _ in range(50)]
+            gevent.joinall(jobs, raise_error=True)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert {job.value for job in jobs} == {200}
+    return peak
+
+
+def test_log_probabilities_are_kept_of_what_runs_however_many_requests_wait() -> None:
+    """At most 200 bytes each, of the rows that run and of as many answers that are framed."""
+    num_rows, num_tokens, num_logprobs = 4, 30, 20
+    without = peak_of_many(num_rows, max_tokens=num_tokens)
+    peak = peak_of_many(num_rows, max_tokens=num_tokens, logprobs=num_logprobs)
+    assert peak - without < 2 * num_rows * num_tokens * (num_logprobs + 1) * 200

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from app.completion import Delta, Token
-from app.openai_replies import ChatReply, CompletionReply
+from app.openai_replies import ChatReply, CompletionReply, Reply
 from app.replies import guarded
 from app.sequence import FinishReason, TokenLogprobs
 from app.text import TextCodec
@@ -142,3 +144,23 @@ def test_call_that_the_model_itself_breaks_off_is_text() -> None:
 def chat_reply() -> ChatReply:
     answer: Any = StubAnswer()
     return ChatReply(answer, CODEC, "phi", [ToolParser(HERMES, {"weather"})])
+
+
+@pytest.mark.parametrize("kind", [CompletionReply, ChatReply])
+def test_whole_answer_keeps_nothing_of_a_token_but_its_text(kind: type[Reply]) -> None:
+    num_tokens = 20_000
+
+    def deltas() -> Iterator[tuple[int, Delta]]:
+        for _ in range(num_tokens):
+            yield 0, Delta("word ")
+        yield 0, Delta("", FinishReason.LENGTH)
+
+    answer: Any = StubAnswer()
+    tracemalloc.start()
+    try:
+        [choice] = kind(answer, CODEC, "phi").whole(deltas())["choices"]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert choice["finish_reason"] == "length"
+    assert peak < 80 * num_tokens  # 5 characters of up to 4 bytes, twice, and what grows ahead

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from app.errors import InvalidRequest
 from app.fields import SamplingFields
@@ -15,6 +15,11 @@ from app.openai_requests import ChatRequest, CompletionRequest, RenderRequest
 from app.protocol import parse
 
 Wrong = dict[str, tuple[list[str], str]]
+
+
+def _ids(num: int) -> str:
+    return f"[{', '.join(map(str, range(num)))}]"
+
 
 _INTEGER = ["1.5", "1.0", '"7"', "true", "[]"]
 _FLAG = ['"true"', "0", "1", "[]"]
@@ -45,13 +50,23 @@ SHARED: Wrong = {
     "logit_bias": (
         [
             *("7", "[]", '{"a": 1}', '{"-1": 1}', '{"1.0": 1}', '{"": 1}', '{"1": "1"}'),
-            *('{"1": 100.1}', '{"1": -101}', '{"1": null}', '{"1": true}', '{"1234567890": 1}'),
+            *(
+                '{"01": 1}',
+                '{"00": 1}',
+                '{"1": 1, "01": 2}',
+                '{"1": 100.1}',
+                '{"1": -101}',
+                '{"1": null}',
+                '{"1": true}',
+                '{"1234567890": 1}',
+            ),
             "{" + ", ".join(f'"{id_}": 1' for id_ in range(1025)) + "}",
         ],
-        "an object of at most 1024 token ids (as strings), each with a number from -100 to 100",
+        "an object of at most 1024 token ids (as strings, without leading zeros), each with a "
+        "number from -100 to 100",
     ),
-    "allowed_token_ids": ([*_IDS, "[]"], "a list of at least one token id"),
-    "banned_token_ids": (_IDS, "a list of token ids"),
+    "allowed_token_ids": ([*_IDS, "[]", _ids(16_385)], "a list of 1 to 16384 token ids"),
+    "banned_token_ids": ([*_IDS, _ids(16_385)], "a list of at most 16384 token ids"),
     "seed": ([str(2**63), str(-(2**63) - 1), "1e30", *_INTEGER], "an integer of 64 bits"),
     "n": (["0", "-1", "129", *_INTEGER], "an integer from 1 to 128"),
     "stop": (
@@ -99,7 +114,8 @@ WRONG: dict[type[BaseModel], Wrong] = {
                 *('""', "[]", '[""]', '["a", ""]', '["a", 7]', "[1, null]", "[[]]", "[[1], []]"),
                 *("7", "null", "{}", "[-1]", "[1.0]", "[true]", '[["a"]]', "[[1], 2]"),
             ],
-            "a string, a list of strings, a list of token ids, or a list of such lists",
+            "a string, a list of strings, a list of token ids, or a list of such lists; at most "
+            "128 prompts",
         ),
         "logprobs": _LOGPROBS,
         "best_of": (_INTEGER, "equal to n"),
@@ -125,7 +141,9 @@ WRONG: dict[type[BaseModel], Wrong] = {
         "parse_special": (_FLAG, "true or false"),
         "add_special_tokens": (_FLAG, "true or false"),
     },
-    DetokenizeRequest: {"tokens": (["null", *_IDS], "a list of token ids")},
+    DetokenizeRequest: {
+        "tokens": (["null", *_IDS, _ids(131_073)], "a list of at most 131072 token ids")
+    },
 }
 WRONG_VALUES = [
     (model, field, value)
@@ -445,3 +463,29 @@ def test_null_is_a_field_that_is_not_given(model: type[SamplingFields]) -> None:
 @pytest.mark.parametrize(("field", "value", "read"), RIGHT_VALUES)
 def test_value_at_a_limit_is_taken_as_it_is(field: str, value: Any, read: Any) -> None:
     assert getattr(request(**{field: value}), field) == read
+
+
+_HELLO: Any = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (CompletionRequest, {"prompt": [-1] * 5000}),
+        (CompletionRequest, {"prompt": [[-1]] * 5000}),
+        (CompletionRequest, {"prompt": [""] * 5000}),
+        (CompletionRequest, {"prompt": [{}] * 5000}),
+        (ChatRequest, {"messages": [{}] * 5000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * 5000}]}),
+        (ChatRequest, _HELLO | {"tools": [1] * 5000}),
+        (ChatRequest, _HELLO | {"modalities": [1] * 5000}),
+        (ChatRequest, _HELLO | {"stop": [1] * 5000}),
+        (ChatRequest, _HELLO | {"logit_bias": {f"a{i}": 1 for i in range(5000)}}),
+        (ChatRequest, _HELLO | {"banned_token_ids": ["1"] * 5000}),
+        (DetokenizeRequest, {"tokens": ["1"] * 5000}),
+    ],
+)
+def test_many_errors_in_a_list_are_not_all_looked_for(model: type[BaseModel], body: Any) -> None:
+    with pytest.raises(ValidationError) as raised:
+        model.model_validate(body)
+    assert raised.value.error_count() <= 8
