@@ -17,6 +17,7 @@ from .openai_requests import (
     OpenAIFields,
     RenderRequest,
 )
+from .schema import check_size
 from .service import Ask, Service
 from .tool_calls import ToolParser
 from .tool_grammar import ToolForm
@@ -54,7 +55,11 @@ def openai_routes(service: Service) -> Blueprint:
     def chat_render() -> Response:
         asked = read_request(RenderRequest, service.settings)
         deadline_at = read_deadline(None, service.settings)
-        rendered = _render(service, asked, asked.tool_use(), deadline_at)
+        use = asked.tool_use()
+        rendered = _render(service, asked, use, deadline_at)
+        if (structure := _tools_structure(service, use)) and service.model.grammars is not None:
+            # What a request for an answer would be refused for.
+            service.compile(structure, deadline_at)
         return json_response(
             {
                 "prompt": rendered.text,
@@ -122,20 +127,13 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
     deadline_at = read_deadline(asked.timeout_ms, service.settings)
     rendered = _render(service, asked, use, deadline_at)
     structure = asked.structure()
-    chat = service.model.chat
-    marker_ids = chat.marker_ids if use else {}
-    if use is not None:
-        if structure is not None:
-            raise InvalidRequest(
-                "response_format: cannot be given together with tools that may be called; "
-                'tool_choice "none" leaves them out',
-                param="response_format",
-            )
-        assert chat.tool_format is not None  # `render` has refused otherwise
-        form = ToolForm(use, chat.tool_format, marker_ids)
-        # Where answers cannot be held to a form, calls that need not come are still found in them.
-        if form.is_held and (service.model.grammars is not None or form.is_needed):
-            structure = Structure("tools", "tools", form, is_free=not use.is_forced)
+    if use is not None and structure is not None:
+        raise InvalidRequest(
+            "response_format: cannot be given together with tools that may be called; "
+            'tool_choice "none" leaves them out',
+            param="response_format",
+        )
+    marker_ids = service.model.chat.marker_ids if use else {}
     return Ask(
         g.request_id,
         g.arrived_at,
@@ -145,7 +143,7 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
         max_tokens=asked.max_tokens or asked.max_completion_tokens,
         max_tokens_field="max_completion_tokens" if asked.max_completion_tokens else "max_tokens",
         deadline_at=deadline_at,
-        structure=structure,
+        structure=structure or _tools_structure(service, use),
         visible_ids=frozenset(marker_ids.values()),
     )
 
@@ -153,8 +151,28 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
 def _render(
     service: Service, asked: RenderRequest, use: ToolUse | None, deadline_at: float | None
 ) -> Rendered:
+    """Raises InvalidRequest; about tools before the template, which writes them, runs."""
     check_messages(len(asked.messages), service.model.max_model_len)
+    for i, tool in enumerate(use.tools if use else ()):
+        try:
+            check_size(tool.parameters)
+        except ValueError as error:
+            field = f"tools[{i}].function.parameters"
+            raise InvalidRequest(f"{field}: {error}", param=field) from None
     return service.render(asked.template_messages, use, deadline_at)
+
+
+def _tools_structure(service: Service, use: ToolUse | None) -> Structure | None:
+    """The form of an answer with calls; `_render` has taken the tools."""
+    if use is None:
+        return None
+    chat = service.model.chat
+    assert chat.tool_format is not None  # rendering has refused otherwise
+    form = ToolForm(use, chat.tool_format, chat.marker_ids)
+    # Where answers cannot be held to a form, calls that need not come are still found in them.
+    if not form.is_held or (service.model.grammars is None and not form.is_needed):
+        return None
+    return Structure("tools", "tools", form, is_free=not use.is_forced)
 
 
 def _tool_parser(service: Service, use: ToolUse) -> ToolParser:

@@ -133,7 +133,7 @@ class CompletionChunkChoice(CompletionChoice):
 
 
 class _Object(Body):
-    id: str
+    id: str = Field(description="random; the request's own is request_id")
     created: Count = Field(description="seconds since 1970")
     model: str
 
@@ -159,7 +159,7 @@ class CompletionChunk(_Chunk):
 
 class CalledFunctionReply(Body):
     name: str
-    arguments: str = Field(description="JSON")
+    arguments: str = Field(description="JSON; its start, if the answer is cut within the call")
 
 
 class ToolCallReply(Body):

@@ -119,7 +119,10 @@ class Service:
         """
         codec = self.model.codec
         check_token_ids(fields, self.model.vocab_size)
-        constrain = self._compile(fields, ask.structure, ask.deadline_at) if ask.structure else None
+        constrain: Callable[[], Constraint] | None = None
+        if ask.structure is not None:
+            check_structure(fields, ask.structure.field, is_free=ask.structure.is_free)
+            constrain = self.compile(ask.structure, ask.deadline_at).constraint
         params = fields.params(1, ask.num_logprobs)  # but for what each prompt or choice has
         sequences = [
             sequence
@@ -142,11 +145,8 @@ class Service:
         work = partial(self.model.chat.render, messages, tools)
         return self.bridge.off_hub(work, "template", deadline_at)
 
-    def _compile(
-        self, fields: SamplingFields, structure: Structure, deadline_at: float | None
-    ) -> Callable[[], Constraint]:
+    def compile(self, structure: Structure, deadline_at: float | None) -> Grammar:
         """Raises InvalidRequest for a grammar that cannot be compiled, DeadlineExceeded."""
-        check_structure(fields, structure.field, is_free=structure.is_free)
         grammars = self.model.grammars
         if grammars is None:
             raise InvalidRequest(
@@ -160,7 +160,7 @@ class Service:
             "tools": grammars.tools,
         }
         work = partial(compilers[structure.kind], structure.source, structure.field)
-        return self.bridge.off_hub(work, "grammar", deadline_at).constraint
+        return self.bridge.off_hub(work, "grammar", deadline_at)
 
     def _choices(
         self,

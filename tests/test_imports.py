@@ -100,7 +100,7 @@ OWN: dict[str, set[str]] = {
     },
     "openai_api": {
         *{"errors", "fields", "http", "limits", "openai_replies", "openai_requests", "service"},
-        *{"chat", "tool_calls", "tool_grammar", "tools"},
+        *{"chat", "schema", "tool_calls", "tool_grammar", "tools"},
     },
     "api": {"docs_page", "errors", "generate_api", "http", "openai_api", "service"},
     "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "service"},

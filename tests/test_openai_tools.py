@@ -440,6 +440,36 @@ def test_wrong_tools_are_refused_by_name(qwen: Told, fields: dict[str, Any], par
     assert refused.value.param == param
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "parameters", [nested(31), nested(200), {"type": "object", "description": "x" * 40_000}]
+)
+def test_tools_that_are_too_much_are_named_by_answers_and_by_render_alike(
+    qwen: Told, parameters: dict[str, Any]
+) -> None:
+    tools = [TOOLS[0], tool("f", parameters)]
+    assert_refused_alike(qwen, tools, "tools[1].function.parameters")
+
+
+def test_strict_tool_that_cannot_be_kept_to_is_refused_by_render_too(qwen: Told) -> None:
+    tools = [tool("f", {"type": "object", "minProperties": 1, "contains": {}}, strict=True)]
+    assert_refused_alike(qwen, tools, "tools[0].function.parameters")
+
+
+def assert_refused_alike(ready: Told, tools: list[Any], param: str) -> None:
+    bodies = {"messages": ASK, "tools": tools}
+    paths = ("/v1/chat/completions", "/v1/chat/render")
+    errors = [ready.flask.post(path, json=bodies).get_json()["error"] for path in paths]
+    assert errors[0] == errors[1]
+    assert errors[0]["param"] == param
+
+
 def test_calls_of_a_conversation_are_checked(qwen: Told) -> None:
     for arguments in ("[]", "{", "1", '{"a": NaN}', '{"a": [1e999]}', '{"a": {"b": 1, "b": 2}}'):
         function = {"name": "weather", "arguments": arguments}
