@@ -13,7 +13,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed
 from .docs_page import docs_routes
 from .errors import NotReady, PayloadTooLarge, ServeError, UnreadableBody, error_body
 from .generate_api import generate_routes
-from .http import begin_request, json_response
+from .http import begin_request, json_response, note
 from .openai_api import openai_routes
 from .service import Service
 
@@ -48,6 +48,7 @@ def create_app(service: Service) -> Flask:
     @app.errorhandler(Exception)
     def refuse(error: Exception) -> Response:
         status, body = _describe(error)
+        note(error=body["error"]["code"])
         if request.endpoint != "ready":  # a probe's 503 is its answer, not a lost request
             service.metrics.rejected(body["error"]["code"])
         response = json_response(body, status)
@@ -60,7 +61,7 @@ def create_app(service: Service) -> Flask:
     @app.after_request
     def tell(response: Response) -> Response:
         response.headers["X-Request-Id"] = g.request_id
-        log.info("%s %s %r %d", g.request_id, request.method, request.path, response.status_code)
+        note(request_id=g.request_id)
         return response
 
     return app

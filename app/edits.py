@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,22 +24,21 @@ _LARGEST = float(np.finfo(np.float32).max)
 _ADDENDS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0, -np.inf).astype(np.float32)
 
 
-def edit(logits: Logits, sequence: Sequence, mask: Mask | None, scratch: Logits) -> Logits:
-    """The row as the request wants it: `logits` itself if there is nothing to do, else `scratch`,
-    filled.
-
-    Bit i of word w of `mask`, the lowest first, permits token 32 w + i; tokens behind its end are
-    forbidden.
-    """
+def edits_of(sequence: Sequence) -> Edits:
+    """The sequence's own, made at its first step."""
     edits = sequence.sampler_state
     if not isinstance(edits, Edits):
         edits = sequence.sampler_state = Edits(sequence.params)
-    return edits.apply(logits, sequence, mask, scratch)
+    return edits
 
 
 class Edits:
     """A sequence's parameters as arrays, and which tokens it has seen how often. A step costs what
-    is new in it, not what is long in the request."""
+    is new in it, not what is long in the request.
+
+    `apply`, then `undo` once the row's token is chosen: a row is edited in place, for to copy it
+    takes as long as to add it up, and is what it was afterwards.
+    """
 
     def __init__(self, params: SamplingParams) -> None:
         allowed = params.allowed_token_ids
@@ -48,36 +48,52 @@ class Edits:
         self._bias = np.array([*params.logit_bias.values()], np.float32)
         self._params = params
         self._seen = _Seen() if _has_penalty(params) else None
-        self._is_needed = (
-            allowed is not None
-            or len(self._banned) + len(self._biased) > 0
-            or self._seen is not None
-        )
+        self._undo: list[tuple[NDArray[np.int64], Logits]] = []
 
     def apply(
-        self, logits: Logits, sequence: Sequence, mask: Mask | None, edited: Logits
-    ) -> Logits:
-        is_short = len(sequence.output_ids) < self._params.min_tokens and sequence.end_ids
-        if not (self._is_needed or is_short or mask is not None):
-            return logits
-        if mask is None:
-            np.copyto(edited, logits)
-        else:
-            _forbid_unmasked(logits, mask, edited)
+        self, logits: Logits, top_id: int, sequence: Sequence, mask: Mask | None, scratch: Logits
+    ) -> tuple[Logits, int]:
+        """The row as the request wants it, and the id of its largest: `logits` itself, or
+        `scratch`, filled, if only some tokens are permitted. `top_id` is that of `logits`.
+
+        Bit i of word w of `mask`, the lowest first, permits token 32 w + i; tokens behind its end
+        are forbidden.
+        """
+        self._undo.clear()  # of a step that failed
+        row, top = logits, logits[top_id]
+        if mask is not None:
+            row = _forbid_unmasked(logits, mask, scratch)
         if self._allowed is not None:
-            kept = edited[self._allowed]
-            edited.fill(-np.inf)
-            edited[self._allowed] = kept
+            kept = row[self._allowed]
+            row = scratch
+            row.fill(-np.inf)
+            row[self._allowed] = kept
         if len(self._banned):
-            edited[self._banned] = -np.inf
-        if is_short:
-            edited[[id_ for id_ in sequence.end_ids if id_ < len(edited)]] = -np.inf
+            self._set(row, self._banned, -np.inf)
+        if len(sequence.output_ids) < self._params.min_tokens:
+            ends = [id_ for id_ in sequence.end_ids if id_ < len(row)]
+            self._set(row, np.array(ends, np.int64), -np.inf)
         if len(self._biased):
-            edited[self._biased] += self._bias
+            self._set(row, self._biased, row[self._biased] + self._bias)
         if self._seen is not None:
             self._seen.update(sequence)
-            self._seen.penalize(edited, self._params)
-        return edited
+            ids = self._seen.ids
+            self._set(row, ids, self._seen.penalized(row[ids], self._params))
+        if row is logits and (row[top_id] == top and self._max_set(row) < top):
+            return row, top_id
+        return row, int(row.argmax())
+
+    def undo(self, logits: Logits) -> None:
+        while self._undo:
+            ids, values = self._undo.pop()
+            logits[ids] = values
+
+    def _set(self, row: Logits, ids: NDArray[np.int64], values: NDArray[Any] | float) -> None:
+        self._undo.append((ids, row[ids]))
+        row[ids] = values
+
+    def _max_set(self, row: Logits) -> float:
+        return max((float(row[ids].max(initial=-np.inf)) for ids, _ in self._undo), default=-np.inf)
 
 
 class _Seen:
@@ -105,8 +121,14 @@ class _Seen:
             self._counts[place] += 1
         self._num_outputs = len(sequence.output_ids)
 
-    def penalize(self, logits: Logits, params: SamplingParams) -> None:
-        """Repetition: Keskar et al., "CTRL", 2019, of the prompt's and the answer's tokens, as in
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        return np.frombuffer(self._ids, np.int64)
+
+    def penalized(self, logits: Logits, params: SamplingParams) -> NDArray[np.float64]:
+        """What the logits of `ids` become.
+
+        Repetition: Keskar et al., "CTRL", 2019, of the prompt's and the answer's tokens, as in
         transformers' RepetitionPenaltyLogitsProcessor: a positive logit is divided by the penalty,
         a negative one multiplied.
 
@@ -114,12 +136,12 @@ class _Seen:
         penalties"), of the answer's tokens only, as in vLLM: logit - count * frequency_penalty
         - (count > 0) * presence_penalty.
         """
-        ids, counts = np.frombuffer(self._ids, np.int64), np.frombuffer(self._counts, np.float64)
-        values = logits[ids].astype(np.float64)
+        counts = np.frombuffer(self._counts, np.float64)
+        values = logits.astype(np.float64)
         if (penalty := params.repetition_penalty) != 1:
             values = np.where(values < 0, values * penalty, values / penalty)
         values -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-        logits[ids] = np.minimum(values, _LARGEST)  # a penalty below 1 must not make an infinity
+        return np.minimum(values, _LARGEST)  # a penalty below 1 must not make an infinity
 
 
 def _has_penalty(params: SamplingParams) -> bool:
@@ -131,8 +153,8 @@ def _ids(ids: Collection[int]) -> NDArray[np.int64]:
     return np.fromiter(ids, np.int64, len(ids))
 
 
-def _forbid_unmasked(logits: Logits, mask: Mask, edited: Logits) -> None:
-    """`logits` of what `mask` permits, and minus infinity, into `edited`."""
+def _forbid_unmasked(logits: Logits, mask: Mask, edited: Logits) -> Logits:
+    """`logits` of what `mask` permits, and minus infinity, in `edited`."""
     num_bytes = min(4 * len(mask), len(logits) // 8)
     octets = mask.astype("<u4", copy=False).view(np.uint8)
     end = 8 * num_bytes
@@ -143,3 +165,4 @@ def _forbid_unmasked(logits: Logits, mask: Mask, edited: Logits) -> None:
     for id_ in range(end, min(len(logits), 32 * len(mask))):
         if octets[id_ // 8] >> id_ % 8 & 1:
             edited[id_] = logits[id_]
+    return edited

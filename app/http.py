@@ -13,10 +13,11 @@ import orjson
 from flask import Response, g, request
 from pydantic import BaseModel
 
+from .access import NOTE
 from .errors import InvalidRequest, PayloadTooLarge, UnreadableBody, UnsupportedMediaType
 from .limits import deadline
 from .protocol import parse
-from .replies import guarded
+from .replies import guarded, summary
 
 if TYPE_CHECKING:
     from .completion import Answer
@@ -53,7 +54,7 @@ def begin_request() -> None:
 
 def read_request(model: type[M], settings: Settings) -> M:
     """The body as a valid `model`. Raises InvalidRequest and what `_read_body` raises."""
-    return parse(model, _read_body(settings.max_body_bytes))
+    return parse(model, _read_body(settings.max_body_bytes), settings.max_json_depth)
 
 
 def read_deadline(timeout_ms: int | None, settings: Settings) -> float | None:
@@ -71,6 +72,7 @@ def send_whole(answer: Answer, frame: Callable[[Iterable[Indexed]], dict[str, An
         return json_response(frame(answer))
     finally:
         answer.abort()  # nothing to do but after a failure
+        _tell(answer)
 
 
 def send_stream(
@@ -86,10 +88,26 @@ def send_stream(
         frames = itertools.chain([next(frames)], frames)
     except BaseException:
         answer.abort()
+        _tell(answer)
         raise
     response = Response(guarded(answer, frames, count), headers=_SSE_HEADERS)
-    response.call_on_close(answer.abort)  # also if nothing of it was ever asked for
+    noted = request.environ.setdefault(NOTE, {})
+
+    def end() -> None:  # also if nothing of it was ever asked for
+        answer.abort()
+        noted.update(summary(answer))
+
+    response.call_on_close(end)
     return response
+
+
+def note(**fields: Any) -> None:
+    """What the access log shall say of this request."""
+    request.environ.setdefault(NOTE, {}).update(fields)
+
+
+def _tell(answer: Answer) -> None:
+    note(**summary(answer))
 
 
 def _read_body(limit: int) -> bytes:

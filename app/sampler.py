@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .candidates import draw_token
-from .edits import edit
+from .edits import edits_of
 from .logprobs import log_probabilities
 from .sequence import Sequence, TokenLogprobs
 
@@ -62,20 +62,19 @@ def sample(
     with np.errstate(over="ignore", under="ignore"):
         for row in is_finite.nonzero()[0].tolist():
             sequence, params = sequences[row], sequences[row].params
-            raw, raw_top = logits[row], float(tops[row])
-            edited, top = edit(raw, sequence, masks.get(row), edited_row), raw_top
-            if edited is not raw:
-                token_ids[row] = edited.argmax()
-                top = float(edited[token_ids[row]])
-                has_choice[row] = top > -np.inf
-            if not has_choice[row]:
-                continue
-            if params.temperature > 0:
+            raw, edits = logits[row], edits_of(sequence)
+            edited, token_id = edits.apply(
+                raw, int(token_ids[row]), sequence, masks.get(row), edited_row
+            )
+            top = float(edited[token_id])
+            has_choice[row] = top > -np.inf
+            if has_choice[row] and params.temperature > 0:
                 draw = uniform(params.seed, step=len(sequence.output_ids))
-                token_ids[row] = draw_token(edited, top, params, draw, work_row)
-            if params.num_logprobs is not None:
-                token_id, number = int(token_ids[row]), params.num_logprobs
-                logprobs[row] = log_probabilities(raw, raw_top, token_id, number, work_row)
+                token_id = draw_token(edited, top, params, draw, work_row)
+            edits.undo(edited)
+            token_ids[row] = token_id
+            if has_choice[row] and (number := params.num_logprobs) is not None:
+                logprobs[row] = log_probabilities(raw, float(tops[row]), token_id, number, work_row)
     return Sampled(token_ids, is_finite, has_choice, logprobs)
 
 

@@ -214,9 +214,11 @@ def prepare(
         )
     ids = TextCodec.load(folder).encode((ROOT / "README.md").read_text())
     starts = np.linspace(0, len(ids) - prompt_tokens, rows).astype(int).tolist()
+    vocab = vocab or model.spec.vocab_size
+    ids = [id_ % vocab for id_ in ids]  # penalties look at the prompt's tokens
     prompts = [ids[start : start + prompt_tokens] for start in starts]
     cache = KVCache(model.spec.kv, rows, needed, model.device)
-    return Bench(model, cache, prompts, steps, vocab or model.spec.vocab_size)
+    return Bench(model, cache, prompts, steps, vocab)
 
 
 @click.command()

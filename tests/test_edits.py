@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from app.candidates import candidates
-from app.edits import edit
+from app.edits import edits_of
 from app.sampler import sample
 from app.sequence import SamplingParams, Sequence
 
@@ -79,7 +79,12 @@ def edit_row(
     values: list[float], sequence: Sequence, mask: NDArray[np.uint32] | None = None
 ) -> list[float]:
     row = np.array(values, np.float32)
-    result: list[float] = edit(row, sequence, mask, np.empty_like(row)).tolist()
+    before, edits = row.copy(), edits_of(sequence)
+    edited, top_id = edits.apply(row, int(row.argmax()), sequence, mask, np.empty_like(row))
+    result: list[float] = edited.tolist()
+    assert top_id == edited.argmax()
+    edits.undo(edited)
+    assert np.array_equal(row, before), "the row is what it was"
     return result
 
 

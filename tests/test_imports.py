@@ -17,7 +17,9 @@ OWN: dict[str, set[str]] = {
     # state and names: nothing of ours
     "sequence": set(),
     "errors": set(),
-    "edge": set(),
+    "edge_options": set(),
+    "access": set(),
+    "logs": set(),
     "machine": set(),
     "repetition": set(),
     "stops": set(),
@@ -30,7 +32,7 @@ OWN: dict[str, set[str]] = {
     "graph": {"attention", "errors", "external_data", "folder"},
     "context": {"folder", "graph", "record"},
     # one idea each
-    "config": {"errors", "folder", "record"},
+    "config": {"edge_options", "errors", "folder", "record"},
     "kv_cache": {"sequence"},
     "candidates": {"sequence"},
     "edits": {"sequence"},
@@ -68,6 +70,9 @@ OWN: dict[str, set[str]] = {
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
     "completion": {"bridge", "detokenizer", "errors", "sequence", "stops"},
     # HTTP
+    "framing": {"config", "errors"},
+    "body": {"config", "errors", "framing"},
+    "edge": {"access", "body", "config", "errors", "framing"},
     "fields": {"sequence"},
     "generate_requests": {"fields"},
     "openai_requests": {"fields", "tools"},
@@ -88,7 +93,7 @@ OWN: dict[str, set[str]] = {
         *{"bridge", "completion", "config", "engine", "errors", "graph", "loading", "metrics"},
         *{"chat", "fields", "grammar", "limits", "sequence", "tools"},
     },
-    "http": {"completion", "config", "errors", "limits", "protocol", "replies"},
+    "http": {"access", "completion", "config", "errors", "limits", "protocol", "replies"},
     "generate_api": {
         *{"generate_replies", "generate_requests", "http", "limits", "service"},
     },
@@ -97,14 +102,14 @@ OWN: dict[str, set[str]] = {
         *{"tool_calls", "tool_grammar", "tools"},
     },
     "api": {"docs_page", "errors", "generate_api", "http", "openai_api", "service"},
-    "__main__": {"api", "bridge", "config", "edge", "errors", "service"},
+    "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "service"},
 }
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
-    "click": {"config"},
+    "click": {"config", "edge_options"},
     "flask": {"api", "docs_page", "edge", "generate_api", "http", "openai_api"},
-    "gevent": {"__main__", "bridge", "completion", "edge"},
+    "gevent": {"__main__", "bridge", "completion", "edge", "framing"},
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar"},
     "numpy": {
@@ -114,7 +119,7 @@ DOORS: dict[str, set[str]] = {
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"form", "fused", "model"},
     "optimum": {"model"},
-    "orjson": {"http", "openai_replies", "protocol", "replies"},
+    "orjson": {"edge", "http", "openai_replies", "protocol", "replies"},
     "prometheus_client": {"api", "metrics", "service"},
     "psutil": {"machine"},
     "pydantic": {
@@ -122,6 +127,7 @@ DOORS: dict[str, set[str]] = {
         *{"record", "responses", "routes"},
     },
     "pydantic_core": {"protocol"},
+    "pythonjsonlogger": {"logs"},
     "tokenizers": {"detokenizer", "grammar", "plain", "text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
     "transformers": {"ends", "text"},
