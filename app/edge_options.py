@@ -42,7 +42,7 @@ EDGE_OPTIONS: list[click.Parameter] = [
     _number("max_request_line", "Most bytes of a request line.", 8192, 16, 1 << 20),
     _number("max_header_bytes", "Most bytes of a request's header lines.", 32768, 16, 1 << 24),
     _number("max_headers", "Most header lines of a request.", 100, 1, 10_000),
-    _number("max_json_depth", "Most objects and arrays within each other in a body.", 64, 1, 1000),
+    _number("max_json_depth", "Most objects and arrays within each other in a body.", 100, 1, 1000),
     _number(
         "keepalive_timeout_ms",
         "Milliseconds that a connection may lie idle between requests.",

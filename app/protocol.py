@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=BaseModel)
 
-_MAX_DEPTH = 64  # MAX_JSON_DEPTH's default
+_MAX_DEPTH = 100  # MAX_JSON_DEPTH's default
 # Characters of what a client wrote that an error repeats.
 _MAX_NAME = 100
 _MAX_MESSAGE = 500

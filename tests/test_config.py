@@ -38,7 +38,7 @@ DEFAULTS: dict[str, Any] = {
     "max_request_line": 8_192,
     "max_header_bytes": 32_768,
     "max_headers": 100,
-    "max_json_depth": 64,
+    "max_json_depth": 100,
     "keepalive_timeout_ms": 75_000,
     "header_timeout_ms": 10_000,
     "read_timeout_ms": 10_000,

@@ -448,7 +448,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "parameters", [nested(31), nested(200), {"type": "object", "description": "x" * 40_000}]
+    "parameters", [nested(31), {"type": "object", "description": "x" * 40_000}]
 )
 def test_tools_that_are_too_much_are_named_by_answers_and_by_render_alike(
     qwen: Told, parameters: dict[str, Any]
