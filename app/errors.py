@@ -8,6 +8,7 @@
     |-- ModelNotFound         404  another model than the one that is served
     |-- PayloadTooLarge       413
     |-- UnsupportedMediaType  415
+    |-- ClientLeft            499  for the log: nobody is there to be told
     |-- DeadlineExceeded      504  no token within the request's time
     |-- NotReady              503  loading, failed or shutting down
     `-- ModelFailure          500  the model run failed for this request
@@ -82,6 +83,12 @@ class UnsupportedMediaType(ServeError):
     status = 415
     type = "invalid_request_error"
     code = "unsupported_media_type"
+
+
+class ClientLeft(ServeError):
+    status = 499  # nginx's
+    type = "invalid_request_error"
+    code = "client_left"
 
 
 class DeadlineExceeded(ServeError):

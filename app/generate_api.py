@@ -57,6 +57,7 @@ def _ask(service: Service, asked: GenerateRequest) -> Ask:
     return Ask(
         g.request_id,
         g.arrived_at,
+        g.departure,
         [prompt_ids],
         num_logprobs=asked.logprobs,
         max_tokens=asked.max_tokens,

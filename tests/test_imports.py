@@ -17,7 +17,8 @@ OWN: dict[str, set[str]] = {
     # state and names: nothing of ours
     "sequence": set(),
     "errors": set(),
-    "edge": set(),
+    "departure": {"errors"},
+    "edge": {"departure"},
     "machine": set(),
     "repetition": set(),
     "stops": set(),
@@ -84,9 +85,11 @@ OWN: dict[str, set[str]] = {
     },
     "service": {
         *{"bridge", "completion", "config", "engine", "errors", "graph", "loading", "metrics"},
-        *{"chat", "fields", "grammar", "limits", "sequence", "tools"},
+        *{"chat", "departure", "fields", "grammar", "limits", "sequence", "tools"},
     },
-    "http": {"completion", "config", "errors", "limits", "protocol", "replies"},
+    "http": {
+        *{"completion", "config", "departure", "errors", "limits", "protocol", "replies"},
+    },
     "generate_api": {
         *{"generate_replies", "generate_requests", "http", "limits", "service"},
     },
@@ -102,7 +105,7 @@ OWN: dict[str, set[str]] = {
 DOORS: dict[str, set[str]] = {
     "click": {"config"},
     "flask": {"api", "docs_page", "edge", "generate_api", "http", "openai_api"},
-    "gevent": {"__main__", "bridge", "completion", "edge"},
+    "gevent": {"__main__", "bridge", "completion", "departure", "edge"},
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar"},
     "numpy": {
