@@ -97,8 +97,12 @@ def steps(shared: tuple[WatchedService, Any]) -> Iterator[Steps]:
     steps.set_free()
     until(service.is_idle)
     service.plans.clear()
+    service.answers.clear()
+    service.stub.change = last = Steps()
     with Client(server.server_port) as client:
         client.send(prompt="a", n=NUM_ROWS, max_tokens=NUM_ROWS + 1)
+        until(lambda: service.answers)
+        last.set_free()
         assert client.read()[0] == 200
     assert max(len(plan.decode) for plan in service.plans) == NUM_ROWS
     until(lambda: service.is_idle() and len(server.pool) == 0)
@@ -223,7 +227,23 @@ def test_half_closed_connection_is_shut_at_once(
 # --- connections that go on -----------------------------------------------------------------------
 
 
-def test_connection_is_used_again(service: WatchedService, port: int, steps: Steps) -> None:
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Departure]:
+    """Whose sockets were looked at."""
+    looks: list[Departure] = []
+    look = Departure._look
+
+    def counted(departure: Departure) -> None:
+        looks.append(departure)
+        look(departure)
+
+    monkeypatch.setattr(Departure, "_look", counted)
+    return looks
+
+
+def test_connection_is_used_again_and_watched_only_while_a_request_runs(
+    service: WatchedService, port: int, steps: Steps, looks: list[Departure]
+) -> None:
     steps.set_free()
     aborted = service.num_aborted
     with Client(port) as client:
@@ -232,18 +252,14 @@ def test_connection_is_used_again(service: WatchedService, port: int, steps: Ste
             assert client.read()[0] == 200
             client.send(prompt="a", max_tokens=3, stream=True)
             assert client.read()[0] == 200
+        assert len(looks) == 10  # each when its watch began
     until(service.is_idle)
     assert service.num_aborted == aborted
 
 
 def test_pipelined_request_is_served_after_the_first(
-    service: WatchedService, port: int, steps: Steps, monkeypatch: pytest.MonkeyPatch
+    service: WatchedService, port: int, steps: Steps, looks: list[Departure]
 ) -> None:
-    looks: list[Departure] = []
-    look = Departure._look
-    monkeypatch.setattr(
-        Departure, "_look", lambda departure: (looks.append(departure), look(departure))
-    )
     with Client(port) as client:
         run_to_decode(client, service, steps, max_tokens=5)
         client.send(prompt="b", max_tokens=6)
@@ -335,12 +351,13 @@ def test_nothing_is_submitted_for_a_client_that_left_meanwhile(
     assert service.answers == []
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/tokenize"])
 def test_request_of_a_client_that_left_before_it_was_read_is_not_submitted(
-    service: WatchedService, port: int, steps: Steps, caplog: pytest.LogCaptureFixture
+    service: WatchedService, port: int, steps: Steps, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     caplog.set_level("INFO", "app")
     with Client(port) as client:
-        client.send(prompt="a")
+        client.send(path, prompt="a")
         client.half_close()
         until(lambda: "499" in statuses(caplog))
     assert service.answers == []
@@ -392,7 +409,10 @@ def test_client_that_leaves_a_stream_that_it_does_not_read_is_noticed(
 
 
 def test_connection_that_tcp_gives_up_ends_its_request(
-    service: WatchedService, steps: Steps, caplog: pytest.LogCaptureFixture
+    service: WatchedService,
+    steps: Steps,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """By TCP_USER_TIMEOUT: nothing of what was sent has been taken for so long."""
     with listening(service) as server:
@@ -403,6 +423,7 @@ def test_connection_that_tcp_gives_up_ends_its_request(
             until(lambda: has_ended(service))
             until(lambda: len(server.pool) == 0)
     assert caplog.records == []
+    assert "Traceback" not in capfd.readouterr().err
 
 
 # --- comments -------------------------------------------------------------------------------------
