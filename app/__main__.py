@@ -15,15 +15,14 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from .config import read_settings
+from .logs import set_up
 
 log = logging.getLogger("app")
 
 
 def main() -> int:
     settings = read_settings()
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    set_up(settings.log_level, settings.log_format)
     # Settings are right: only now the slower imports.
     import gevent
 
@@ -35,7 +34,7 @@ def main() -> int:
 
     service = Service(settings)
     try:
-        server = bind(create_app(service), settings.host, settings.port)
+        server = bind(create_app(service), settings, service.metrics.rejected)
     except OSError as error:
         print(f"HOST={settings.host} PORT={settings.port}: {error.strerror}", file=sys.stderr)
         return 2

@@ -13,7 +13,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed
 from .docs_page import docs_routes
 from .errors import ClientLeft, NotReady, PayloadTooLarge, ServeError, UnreadableBody, error_body
 from .generate_api import generate_routes
-from .http import begin_request, json_response
+from .http import begin_request, json_response, note
 from .openai_api import openai_routes
 from .service import Service
 
@@ -48,6 +48,7 @@ def create_app(service: Service) -> Flask:
     @app.errorhandler(Exception)
     def refuse(error: Exception) -> Response:
         status, body = _describe(error)
+        note(error=body["error"]["code"])
         # A probe's 503 is its answer, not a lost request; a client that left was not refused.
         if request.endpoint != "ready" and not isinstance(error, ClientLeft):
             service.metrics.rejected(body["error"]["code"])
@@ -61,7 +62,7 @@ def create_app(service: Service) -> Flask:
     @app.after_request
     def tell(response: Response) -> Response:
         response.headers["X-Request-Id"] = g.request_id
-        log.info("%s %s %r %d", g.request_id, request.method, request.path, response.status_code)
+        note(request_id=g.request_id)
         return response
 
     return app

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from .edge_options import EDGE_OPTIONS
 from .errors import UnservableModel
 from .folder import find_graph, read_context_length
 from .record import read_record
@@ -35,6 +36,19 @@ class Settings:
     max_timeout_ms: int
     served_model_name: tuple[str, ...]
     log_level: str
+    max_connections: int
+    reserved_connections: int
+    max_request_line: int
+    max_header_bytes: int
+    max_headers: int
+    max_json_depth: int
+    keepalive_timeout_ms: int
+    header_timeout_ms: int
+    read_timeout_ms: int
+    body_timeout_ms: int
+    write_timeout_ms: int
+    tcp_user_timeout_ms: int
+    log_format: str
 
 
 def _model_folder(_: click.Context, __: click.Parameter, value: Path) -> Path:
@@ -191,6 +205,7 @@ OPTIONS: list[click.Parameter] = [
         type=click.Choice(["debug", "info", "warning", "error"]),
         default="info",
     ),
+    *EDGE_OPTIONS,
 ]
 
 

@@ -1,50 +1,88 @@
-"""The socket side of HTTP: gevent's WSGI server, with small answers sent at once."""
+"""The server: a listening socket, a bound on connections, and an end that loses no answer."""
 
 from __future__ import annotations
 
-import errno
 import logging
+import resource
 import socket
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from flask import Flask
 from gevent.pool import Pool
-from gevent.pywsgi import WSGIHandler, WSGIServer
+from gevent.pywsgi import WSGIServer
 
-from .departure import ENVIRON_KEY, Departure
+from .connection import Connection
+
+if TYPE_CHECKING:
+    from .config import Settings
 
 log = logging.getLogger(__name__)
 
-
-class _NoDelayHandler(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no types
-    def handle(self) -> None:
-        # pywsgi writes head and body apart: Nagle's algorithm would hold the second one back for
-        # the client's delayed ACK, 44 ms per answer on a kept connection.
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        super().handle()
-
-    # A vanished peer, found by TCP's own time-out, is no error of ours.
-    ignored_socket_errors = (*WSGIHandler.ignored_socket_errors, errno.ETIMEDOUT)
-
-    def get_environ(self) -> Any:
-        environ = super().get_environ()
-        environ[ENVIRON_KEY] = Departure(self.socket)
-        return environ
-
-    def run_application(self) -> None:
-        with self.environ[ENVIRON_KEY]:
-            super().run_application()
+_BACKLOG = 1024
+_SPARE_FILES = 256  # beside connections: the model's files, libraries, the log
 
 
-def bind(app: Flask, host: str, port: int) -> Any:
+class Edge(WSGIServer):  # type: ignore[misc]  # gevent.pywsgi has no types
+    """The server. `count` hears the code of every error that the app does not answer itself."""
+
+    is_stopping = False
+
+    def __init__(self, app: Flask, settings: Settings, count: Callable[[str], None]) -> None:
+        self.settings = settings
+        self.count = count
+        self.max_connections = _max_connections(settings)
+        self.open: set[Connection] = set()
+        super().__init__(
+            (settings.host, settings.port),
+            app,
+            backlog=_BACKLOG,
+            # With a pool, stop() lets running answers end. A full one accepts nothing.
+            spawn=Pool(self.max_connections + settings.reserved_connections),
+            log=None,
+            error_log=log,
+            environ={"SERVER_NAME": settings.host},  # or it would ask the DNS for one
+        )
+
+    def handle(self, sock: Any, address: Any) -> None:
+        connection = Connection(sock, address, self, len(self.open) >= self.max_connections)
+        self.open.add(connection)
+        try:
+            connection.handle()
+        finally:
+            self.open.discard(connection)
+
+    def stop(self, timeout: float | None = None) -> None:
+        """Connections that lie idle are closed at once, others behind their answer, or after
+        `timeout` seconds in the middle of it."""
+        self.is_stopping = True
+        for connection in [each for each in self.open if each.is_idle]:
+            with suppress(OSError):  # it has left by itself
+                connection.socket.shutdown(socket.SHUT_RD)
+        super().stop(timeout)
+
+
+def bind(app: Flask, settings: Settings, count: Callable[[str], None] = lambda code: None) -> Edge:
     """A server that listens already; it accepts once started. Raises OSError."""
-    server = WSGIServer(
-        (host, port),
-        app,
-        handler_class=_NoDelayHandler,
-        spawn=Pool(),  # unbounded; with it, stop() lets running answers end
-        log=None,  # the app logs its requests
-        error_log=log,
-    )
+    server = Edge(app, settings, count)
     server.init_socket()
     return server
+
+
+def _max_connections(settings: Settings) -> int:
+    """As many as the process may open files for, if those are fewer than is set."""
+    most = settings.max_connections
+    others = settings.reserved_connections + _SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < most + others:
+        soft = min(most + others, hard) if hard != resource.RLIM_INFINITY else most + others
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft >= most + others:
+        return most
+    fewer = max(1, soft - others)
+    log.warning(
+        "MAX_CONNECTIONS=%d: only %d, as the process may open %d files (ulimit -n)",
+        *(most, fewer, soft),
+    )
+    return fewer

@@ -4,13 +4,19 @@
     |-- InvalidRequest        400  a field is missing, unknown or out of range; `param` names it
     |   |-- PromptTooLong     400  the prompt leaves no room for a token
     |   |-- DeadEnd           400  its grammar or its allowed tokens leave no token to choose
-    |   `-- UnreadableBody    400  shorter than announced, or broken chunks
+    |   |-- UnreadableBody    400  shorter than announced, or broken chunks
+    |   `-- MalformedRequest  400  not HTTP, or HTTP that could be read in two ways
     |-- ModelNotFound         404  another model than the one that is served
+    |-- SlowClient            408  the request did not arrive in time
     |-- PayloadTooLarge       413
+    |-- UriTooLong            414
     |-- UnsupportedMediaType  415
+    |-- ExpectationFailed     417
+    |-- HeadersTooLarge       431
     |-- ClientLeft            499  for the log: nobody is there to be told
     |-- DeadlineExceeded      504  no token within the request's time
     |-- NotReady              503  loading, failed or shutting down
+    |-- TooManyConnections    503
     `-- ModelFailure          500  the model run failed for this request
     UnservableModel           the folder cannot be served correctly; ends the process at start
     `-- WrongSetting          a setting asks for what this machine or model cannot do
@@ -67,10 +73,20 @@ class UnreadableBody(InvalidRequest):
     code = "unreadable_body"
 
 
+class MalformedRequest(InvalidRequest):
+    code = "malformed_request"
+
+
 class ModelNotFound(ServeError):
     status = 404
     type = "invalid_request_error"
     code = "model_not_found"
+
+
+class SlowClient(ServeError):
+    status = 408
+    type = "timeout_error"
+    code = "request_timeout"
 
 
 class PayloadTooLarge(ServeError):
@@ -79,10 +95,28 @@ class PayloadTooLarge(ServeError):
     code = "payload_too_large"
 
 
+class UriTooLong(ServeError):
+    status = 414
+    type = "invalid_request_error"
+    code = "uri_too_long"
+
+
 class UnsupportedMediaType(ServeError):
     status = 415
     type = "invalid_request_error"
     code = "unsupported_media_type"
+
+
+class ExpectationFailed(ServeError):
+    status = 417
+    type = "invalid_request_error"
+    code = "expectation_failed"
+
+
+class HeadersTooLarge(ServeError):
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
 
 
 class ClientLeft(ServeError):
@@ -101,6 +135,12 @@ class NotReady(ServeError):
     status = 503
     type = "service_unavailable_error"
     code = "not_ready"
+
+
+class TooManyConnections(ServeError):
+    status = 503
+    type = "service_unavailable_error"
+    code = "too_many_connections"
 
 
 class ModelFailure(ServeError):

@@ -13,11 +13,12 @@ import orjson
 from flask import Response, g, request
 from pydantic import BaseModel
 
+from .access import NOTE
 from .departure import ENVIRON_KEY, Departure
 from .errors import InvalidRequest, PayloadTooLarge, UnreadableBody, UnsupportedMediaType
 from .limits import deadline
 from .protocol import parse
-from .replies import KEEP_ALIVE, guarded
+from .replies import KEEP_ALIVE, guarded, summary
 
 if TYPE_CHECKING:
     from .completion import Answer
@@ -60,7 +61,7 @@ def read_request(model: type[M], settings: Settings) -> M:
     body = _read_body(settings.max_body_bytes)
     g.departure.watch()
     g.departure.check()
-    return parse(model, body)
+    return parse(model, body, settings.max_json_depth)
 
 
 def read_deadline(timeout_ms: int | None, settings: Settings) -> float | None:
@@ -78,6 +79,7 @@ def send_whole(answer: Answer, frame: Callable[[Iterable[Indexed]], dict[str, An
         return json_response(frame(answer))
     finally:
         answer.abort()  # nothing to do but after a failure
+        _tell(answer)
 
 
 def send_stream(
@@ -97,9 +99,16 @@ def send_stream(
             frames = _kept_alive(answer, frame)
     except BaseException:
         answer.abort()
+        _tell(answer)
         raise
     response = Response(guarded(answer, frames, count), headers=_SSE_HEADERS)
-    response.call_on_close(answer.abort)  # also if nothing of it was ever asked for
+    noted = request.environ.setdefault(NOTE, {})
+
+    def end() -> None:  # also if nothing of it was ever asked for
+        answer.abort()
+        noted.update(summary(answer))
+
+    response.call_on_close(end)
     return response
 
 
@@ -111,6 +120,15 @@ def _kept_alive(
     while not answer.wait(KEEP_ALIVE_SECONDS):
         yield KEEP_ALIVE
     yield from frame(answer)
+
+
+def note(**fields: Any) -> None:
+    """What the access log shall say of this request."""
+    request.environ.setdefault(NOTE, {}).update(fields)
+
+
+def _tell(answer: Answer) -> None:
+    note(**summary(answer))
 
 
 def _read_body(limit: int) -> bytes:

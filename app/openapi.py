@@ -22,6 +22,7 @@ _SCHEMAS = "#/components/schemas/"
 ERRORS = {
     400: "The body, a field of it or a header is wrong; `param` names it.",
     404: "Another model than the one that is served.",
+    408: "The body did not arrive in time.",
     413: "The body is larger than MAX_BODY_BYTES.",
     415: "The Content-Type is not application/json.",
     500: "The model, or the server, failed on this request.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -14,12 +15,13 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=BaseModel)
 
+_MAX_DEPTH = 64  # MAX_JSON_DEPTH's default
 # Characters of what a client wrote that an error repeats.
 _MAX_NAME = 100
 _MAX_MESSAGE = 500
 
 
-def parse(model: type[M], body: bytes) -> M:
+def parse(model: type[M], body: bytes, max_depth: int = _MAX_DEPTH) -> M:
     """Raises InvalidRequest naming the field, what is wrong with it and what it may be."""
     try:
         parsed = orjson.loads(body)
@@ -27,10 +29,29 @@ def parse(model: type[M], body: bytes) -> M:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise InvalidRequest("the body must be a JSON object")
+    if body.count(b"{") + body.count(b"[") > max_depth and _is_deeper(parsed, max_depth):
+        raise InvalidRequest(
+            f"the body has objects or arrays more than {max_depth} deep (MAX_JSON_DEPTH)"
+        )
     try:
         return model.model_validate(parsed)
     except ValidationError as error:
         raise _invalid(model, parsed, error) from None
+
+
+def _is_deeper(parsed: Any, depth: int) -> bool:
+    """Than so many objects and arrays within each other. Not by recursion, which has a bottom."""
+    level = [parsed]
+    for _ in range(depth):
+        inner = [each for outer in level for each in _values(outer)]
+        level = [each for each in inner if isinstance(each, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def _values(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _invalid(

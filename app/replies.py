@@ -54,6 +54,16 @@ def timings(answer: Answer) -> dict[str, float | None]:
     }
 
 
+def summary(answer: Answer) -> dict[str, Any]:
+    """What the access log says of it. Several choices may end for several reasons."""
+    reasons = dict.fromkeys(str(c.finish_reason) for c in answer.completions if c.finish_reason)
+    return {
+        **{name: count for name, count in usage(answer).items() if name != "total_tokens"},
+        "finish_reason": ",".join(reasons) or None,
+        **timings(answer),
+    }
+
+
 def logprobs(tokens: Iterable[Token], codec: TextCodec) -> list[orjson.Fragment]:
     """OpenAI's list of tokens, each with the likeliest in its place.
 
@@ -94,8 +104,8 @@ def guarded(
     """
     try:
         yield from frames
-    except (ClientLeft, GeneratorExit):  # noticed by the watch, or by a write
-        log.info("%s %d in mid-stream", answer.request_id, ClientLeft.status)
+    except ClientLeft:
+        pass  # the access log tells it
     except Exception as error:
         told = error if isinstance(error, ServeError) else _unforeseen(answer)
         count(told.code)

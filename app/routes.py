@@ -15,7 +15,7 @@ from . import generate_requests, openai_requests, responses
 
 JSON = "application/json"
 _SERVED = (500, 503)  # all routes that need the model
-_BODY = (400, 413, 415, *_SERVED)
+_BODY = (400, 408, 413, 415, *_SERVED)
 _GENERATES = (*_BODY, 504)
 
 

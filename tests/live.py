@@ -18,6 +18,7 @@ import requests
 from app.config import OPTIONS
 
 ROOT = Path(__file__).parents[1]
+LISTENING = re.compile(r"listening on (http://[\w.:\[\]]+)")
 
 
 class LiveServer:
@@ -37,7 +38,9 @@ class LiveServer:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         try:
-            found = wait_for(lambda: re.search(r"listening on (\S+)", self.log), "a bound socket")
+            found = wait_for(
+                lambda: re.search(r"listening on (http://[\w.:\[\]]+)", self.log), "a bound socket"
+            )
         except AssertionError:
             self.__exit__()
             raise

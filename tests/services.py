@@ -14,6 +14,7 @@ import gevent
 from flask.testing import FlaskClient
 
 from app.config import Settings
+from app.edge_options import EDGE_OPTIONS
 from app.engine import Engine
 from app.service import Service
 from app.text import TextCodec
@@ -21,8 +22,9 @@ from app.text import TextCodec
 from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
+EDGE: dict[str, Any] = {str(option.name): option.default for option in EDGE_OPTIONS}
 SETTINGS = Settings(
-    *(Path(), "127.0.0.1", 0, "cpu", False, False, 1, 4, 64, 8, 100_000, 0, (), "info")
+    *(Path(), "127.0.0.1", 0, "cpu", False, False, 1, 4, 64, 8, 100_000, 0, (), "info"), **EDGE
 )
 CONTEXT = 64
 CODEC = TextCodec(byte_level_tokenizer(), frozenset())

@@ -233,15 +233,6 @@ def test_every_error_is_counted_by_its_code(service: StubService, client: FlaskC
     assert counts == {"not_found": 1, "method_not_allowed": 1, "invalid_value": 1}
 
 
-def test_path_cannot_forge_a_log_line(
-    client: FlaskClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO", "app.api"):
-        client.get("/%0aINFO forged", headers={"X-Request-Id": "mine"})
-    [record] = caplog.records
-    assert record.getMessage() == "mine GET '/\\nINFO forged' 404"
-
-
 def test_a_bug_in_a_route_gets_a_500_without_a_trace(
     service: StubService, client: FlaskClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,34 @@ DEFAULTS: dict[str, Any] = {
     "max_timeout_ms": 3_600_000,
     "served_model_name": (),
     "log_level": "info",
+    "max_connections": 8_192,
+    "reserved_connections": 32,
+    "max_request_line": 8_192,
+    "max_header_bytes": 32_768,
+    "max_headers": 100,
+    "max_json_depth": 64,
+    "keepalive_timeout_ms": 75_000,
+    "header_timeout_ms": 10_000,
+    "read_timeout_ms": 10_000,
+    "body_timeout_ms": 60_000,
+    "write_timeout_ms": 30_000,
+    "tcp_user_timeout_ms": 30_000,
+    "log_format": "json",
+}
+# name -> least and most
+BOUNDS = {
+    "max_connections": (1, 1_000_000),
+    "reserved_connections": (1, 10_000),
+    "max_request_line": (16, 1_048_576),
+    "max_header_bytes": (16, 16_777_216),
+    "max_headers": (1, 10_000),
+    "max_json_depth": (1, 1_000),
+    "keepalive_timeout_ms": (1, 86_400_000),
+    "header_timeout_ms": (1, 86_400_000),
+    "read_timeout_ms": (1, 86_400_000),
+    "body_timeout_ms": (1, 86_400_000),
+    "write_timeout_ms": (1, 86_400_000),
+    "tcp_user_timeout_ms": (1_000, 86_400_000),
 }
 # variable -> two right values, as written and as read; neither is the default
 RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
@@ -50,6 +78,8 @@ RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
     "MAX_TIMEOUT_MS": (("0", 0), ("1000", 1000)),
     "SERVED_MODEL_NAME": (("a", ("a",)), (" a/b , gpt-4o", ("a/b", "gpt-4o"))),
     "LOG_LEVEL": (("debug", "debug"), ("error", "error")),
+    "LOG_FORMAT": (("text", "text"), ("text", "text")),
+    **{name.upper(): ((str(low), low), (str(high), high)) for name, (low, high) in BOUNDS.items()},
 }
 # HOST is any text: only binding to it can tell.
 WRONG: dict[str, list[str]] = {
@@ -66,6 +96,8 @@ WRONG: dict[str, list[str]] = {
     "MAX_TIMEOUT_MS": ["1s", "-1", "1.5"],
     "SERVED_MODEL_NAME": [",", "a,", "a,,b", " "],
     "LOG_LEVEL": ["loud", "10"],
+    "LOG_FORMAT": ["xml"],
+    **{name.upper(): ["many", str(low - 1), str(high + 1)] for name, (low, high) in BOUNDS.items()},
 }
 WRONG_VALUES = [(variable, value) for variable, values in WRONG.items() for value in values]
 

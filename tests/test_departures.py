@@ -415,9 +415,8 @@ def test_connection_that_tcp_gives_up_ends_its_request(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """By TCP_USER_TIMEOUT: nothing of what was sent has been taken for so long."""
-    with listening(service) as server:
+    with listening(service, tcp_user_timeout_ms=50) as server:
         server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        server.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 50)
         with Client(server.server_port, receive_buffer=4096) as client:
             run_until_full(client, service, steps)
             until(lambda: has_ended(service))

@@ -18,7 +18,9 @@ OWN: dict[str, set[str]] = {
     "sequence": set(),
     "errors": set(),
     "departure": {"errors"},
-    "edge": {"departure"},
+    "edge_options": set(),
+    "access": set(),
+    "logs": set(),
     "machine": set(),
     "repetition": set(),
     "stops": set(),
@@ -31,7 +33,7 @@ OWN: dict[str, set[str]] = {
     "graph": {"attention", "errors", "external_data", "folder"},
     "context": {"folder", "graph", "record"},
     # one idea each
-    "config": {"errors", "folder", "record"},
+    "config": {"edge_options", "errors", "folder", "record"},
     "kv_cache": {"sequence"},
     "candidates": {"sequence"},
     "edits": {"sequence"},
@@ -67,6 +69,10 @@ OWN: dict[str, set[str]] = {
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
     "completion": {"bridge", "errors", "sequence", "stops", "text"},
     # HTTP
+    "framing": {"config", "errors"},
+    "body": {"config", "errors", "framing"},
+    "connection": {"access", "body", "departure", "errors", "framing"},
+    "edge": {"config", "connection"},
     "fields": {"sequence"},
     "generate_requests": {"fields"},
     "openai_requests": {"fields"},
@@ -88,7 +94,7 @@ OWN: dict[str, set[str]] = {
         *{"chat", "departure", "fields", "grammar", "limits", "sequence", "tools"},
     },
     "http": {
-        *{"completion", "config", "departure", "errors", "limits", "protocol", "replies"},
+        *{"access", "completion", "config", "departure", "errors", "limits", "protocol", "replies"},
     },
     "generate_api": {
         *{"generate_replies", "generate_requests", "http", "limits", "service"},
@@ -98,14 +104,16 @@ OWN: dict[str, set[str]] = {
         *{"tool_calls", "tool_grammar", "tools"},
     },
     "api": {"docs_page", "errors", "generate_api", "http", "openai_api", "service"},
-    "__main__": {"api", "bridge", "config", "edge", "errors", "service"},
+    "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "service"},
 }
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
-    "click": {"config"},
+    "click": {"config", "edge_options"},
     "flask": {"api", "docs_page", "edge", "generate_api", "http", "openai_api"},
-    "gevent": {"__main__", "bridge", "completion", "departure", "edge"},
+    "gevent": {
+        *{"__main__", "bridge", "completion", "connection", "departure", "edge", "framing"},
+    },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar"},
     "numpy": {
@@ -115,7 +123,7 @@ DOORS: dict[str, set[str]] = {
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"form", "fused", "model"},
     "optimum": {"model"},
-    "orjson": {"http", "openai_replies", "protocol", "replies"},
+    "orjson": {"connection", "http", "openai_replies", "protocol", "replies"},
     "prometheus_client": {"api", "metrics", "service"},
     "psutil": {"machine"},
     "pydantic": {
@@ -123,6 +131,7 @@ DOORS: dict[str, set[str]] = {
         *{"record", "responses", "routes"},
     },
     "pydantic_core": {"protocol"},
+    "pythonjsonlogger": {"logs"},
     "tokenizers": {"grammar", "plain", "text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
     "transformers": {"text"},

@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import gevent
@@ -90,9 +91,9 @@ WAYS: dict[str, Callable[[Client], None]] = {
 
 
 @contextmanager
-def listening(service: Service) -> Iterator[Any]:
-    """The service's server, on a free port."""
-    server = bind(create_app(service), "127.0.0.1", 0)
+def listening(service: Service, **changed: Any) -> Iterator[Any]:
+    """The service's server, on a free port, with `changed` settings."""
+    server = bind(create_app(service), replace(service.settings, **changed))
     server.start()
     try:
         with gevent.Timeout(60):
