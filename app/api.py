@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from .docs_page import docs_routes
-from .errors import NotReady, PayloadTooLarge, ServeError, UnreadableBody, error_body
+from .errors import ClientLeft, NotReady, PayloadTooLarge, ServeError, UnreadableBody, error_body
 from .generate_api import generate_routes
 from .http import begin_request, json_response, note
 from .openai_api import openai_routes
@@ -50,7 +50,8 @@ def create_app(service: Service) -> Flask:
     def refuse(error: Exception) -> Response:
         status, body = _describe(error)
         note(error=body["error"]["code"])
-        if request.endpoint != "ready":  # a probe's 503 is its answer, not a lost request
+        # A probe's 503 is its answer, not a lost request; a client that left was not refused.
+        if request.endpoint != "ready" and not isinstance(error, ClientLeft):
             service.metrics.rejected(body["error"]["code"])
         response = json_response(body, status)
         if isinstance(error, MethodNotAllowed) and error.valid_methods:

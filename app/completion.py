@@ -8,10 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import gevent
 
 from .detokenizer import Detokenizer
-from .errors import DeadEnd, DeadlineExceeded, ModelFailure, NotReady
+from .errors import ClientLeft, DeadEnd, DeadlineExceeded, ModelFailure, NotReady
 from .sequence import Advance, FinishReason, Sequence, TokenLogprobs
 from .stops import StopMatcher
 
@@ -77,6 +79,11 @@ class Completion:
         self.finish_reason = FinishReason.TIMEOUT
         return self._delta(self._rest())
 
+    def overrun(self) -> None:
+        """Its time is over: it gets no more tokens. `expire` ends it for its reader."""
+        if self.finish_reason is None:
+            self._stream.end(FinishReason.TIMEOUT)
+
     def abort(self) -> None:
         """Nobody waits for the choice any more; nothing happens if it has ended."""
         if self.finish_reason is None:
@@ -86,6 +93,8 @@ class Completion:
     def _add(self, advance: Advance) -> str:
         """Text that the advance completes."""
         reason = advance.finish_reason
+        if reason is FinishReason.TIMEOUT:  # `overrun`; `expire` has the last word
+            return ""
         if reason is FinishReason.ERROR:
             raise ModelFailure(advance.error or "the model run failed")
         if reason is FinishReason.DEAD_END:
@@ -123,8 +132,9 @@ class Answer:
     choice one with a finish reason.
 
     Raises ModelFailure if the engine fails, DeadEnd if the request leaves no token to choose,
-    NotReady if the server stops, DeadlineExceeded if `deadline_at` (of `time.monotonic`) passes
-    before any choice has a token.
+    NotReady if the server stops, ClientLeft behind `leave`, DeadlineExceeded if `deadline_at` (of
+    `time.monotonic`) passes before any choice has a token. At the deadline the engine stops also
+    where nobody iterates: the reader may be waiting for a client that does not read.
     """
 
     def __init__(
@@ -138,17 +148,27 @@ class Answer:
         self.completions = completions
         self._arrival = arrival
         self._deadline_at = deadline_at
+        self._has_left = False
+        self._timer: Any = None
+        self._look_at_deadline()
+
+    def wait(self, seconds: float) -> bool:
+        """Until there is something to tell, a failure too; False if there is not yet."""
+        return bool(self._arrival.wait(seconds))
 
     def __iter__(self) -> Iterator[tuple[int, Delta]]:
         running = dict(enumerate(self.completions))
         while running:
             self._arrival.wait(self._seconds_left())
             self._arrival.clear()
-            # What has come by the deadline counts.
+            self._check_client()
+            # First: what has come by the deadline counts, however long a yield takes.
+            is_over = self._seconds_left() == 0.0
             for choice, completion in running.items():
+                self._check_client()
                 if (delta := completion.take()) is not None:
                     yield choice, delta
-            if self._seconds_left() == 0.0:
+            if is_over:
                 yield from self._expire(running)
             running = {i: c for i, c in running.items() if c.finish_reason is None}
 
@@ -158,8 +178,36 @@ class Answer:
 
     def abort(self) -> None:
         """The client has gone, or the answer cannot be given; nothing happens if it is complete."""
+        self._stop_timer()
         for completion in self.completions:
             completion.abort()
+
+    def leave(self) -> None:
+        """The client has gone, and whoever waits for the answer is to know."""
+        self.abort()
+        self._has_left = True
+        self._arrival.set()
+
+    def _check_client(self) -> None:
+        if self._has_left:
+            raise ClientLeft("the client has left")
+
+    def _look_at_deadline(self) -> None:
+        """On the hub, at the deadline and until then."""
+        self._stop_timer()
+        left = self._seconds_left()
+        if left:
+            self._timer = gevent.get_hub().loop.timer(left)
+            self._timer.start(self._look_at_deadline)
+        elif left is not None:
+            for completion in self.completions:
+                completion.overrun()
+            self._arrival.set()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.close()
+            self._timer = None
 
     def _seconds_left(self) -> float | None:
         if self._deadline_at is None:

@@ -21,6 +21,7 @@ from gevent.pywsgi import WSGIHandler
 
 from .access import NOTE, tell
 from .body import Body
+from .departure import ENVIRON_KEY, Departure
 from .errors import ServeError, TooManyConnections
 from .framing import Head, Reader, next_turn, read_fields, read_request_line
 
@@ -33,7 +34,7 @@ _LINGER_SECONDS = 1.0
 _LINGER_BYTES = 4 << 20
 
 
-class ClientLeft(ConnectionError):
+class NotTaken(ConnectionError):
     """The client takes no more of its answer."""
 
 
@@ -115,6 +116,7 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
             "wsgi.input": BufferedReader(self.wsgi_input),
             "wsgi.input_terminated": True,
             NOTE: self.note,
+            ENVIRON_KEY: Departure(self.socket),
         }
 
     def _send_continue(self) -> None:
@@ -128,7 +130,7 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
         try:
             self.application = self.server.application
             self.run_application()
-        except ClientLeft:
+        except NotTaken:
             self.close_connection = True
         except Exception:
             self.close_connection = True
@@ -138,6 +140,13 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
         finally:
             if not self.is_refused:
                 self._log(self.code or 500)
+
+    def run_application(self) -> None:
+        with self.environ[ENVIRON_KEY] as departure:
+            try:
+                super().run_application()
+            finally:
+                self.has_left |= departure.has_left
 
     def finalize_headers(self) -> None:
         super().finalize_headers()
@@ -163,7 +172,7 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
                 self.socket.sendall(view[start : start + _PIECE])
         except OSError as error:
             self.has_left = True
-            raise ClientLeft(str(error)) from None
+            raise NotTaken(str(error)) from None
 
     def _refuse(self, error: ServeError) -> None:
         """An answer in the app's place; the connection ends behind it."""
@@ -187,7 +196,7 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
         self.response_length = 0
         try:
             self._sendall(answer)
-        except ClientLeft:
+        except NotTaken:
             pass
         finally:
             self._log(error.status)

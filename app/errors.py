@@ -15,6 +15,7 @@
     |-- UnsupportedMediaType  415
     |-- ExpectationFailed     417
     |-- HeadersTooLarge       431
+    |-- ClientLeft            499  for the log: nobody is there to be told
     |-- DeadlineExceeded      504  no token within the request's time
     |-- NotReady              503  loading, failed or shutting down
     |-- TooManyConnections    503
@@ -136,6 +137,12 @@ class HeadersTooLarge(ServeError):
     status = 431
     type = "invalid_request_error"
     code = "headers_too_large"
+
+
+class ClientLeft(ServeError):
+    status = 499  # nginx's
+    type = "invalid_request_error"
+    code = "client_left"
 
 
 class DeadlineExceeded(ServeError):

@@ -64,6 +64,7 @@ def _ask(service: Service, asked: GenerateRequest) -> Ask:
     return Ask(
         g.request_id,
         g.arrived_at,
+        g.departure,
         prompts,
         num_logprobs=asked.logprobs,
         max_tokens=asked.max_tokens,

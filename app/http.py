@@ -14,10 +14,11 @@ from flask import Response, g, request
 from pydantic import BaseModel
 
 from .access import NOTE
+from .departure import ENVIRON_KEY, Departure
 from .errors import InvalidRequest, PayloadTooLarge, UnreadableBody, UnsupportedMediaType
 from .limits import deadline
 from .protocol import parse
-from .replies import guarded, summary
+from .replies import KEEP_ALIVE, guarded, summary
 
 if TYPE_CHECKING:
     from .completion import Answer
@@ -31,6 +32,7 @@ _SSE_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would hold the stream back
 }
+KEEP_ALIVE_SECONDS = 5.0
 REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
 
 
@@ -41,6 +43,7 @@ def begin_request() -> None:
     """
     g.arrived_at = time.monotonic()
     g.request_id = uuid.uuid4().hex
+    g.departure = request.environ.get(ENVIRON_KEY) or Departure()
     given = request.headers.get("X-Request-Id")
     if given is None:
         return
@@ -53,8 +56,12 @@ def begin_request() -> None:
 
 
 def read_request(model: type[M], settings: Settings) -> M:
-    """The body as a valid `model`. Raises InvalidRequest and what `_read_body` raises."""
-    return parse(model, _read_body(settings.max_body_bytes), settings.max_json_depth)
+    """The body as a valid `model`; from then on its client is watched. Raises InvalidRequest,
+    ClientLeft and what `_read_body` raises."""
+    body = _read_body(settings.max_body_bytes)
+    g.departure.watch()
+    g.departure.check()
+    return parse(model, body, settings.max_json_depth)
 
 
 def read_deadline(timeout_ms: int | None, settings: Settings) -> float | None:
@@ -80,12 +87,16 @@ def send_stream(
     frame: Callable[[Iterable[Indexed]], Iterator[bytes]],
     count: Callable[[str], None],
 ) -> Response:
-    """The status goes out with the first delta, framed: a failure until then is a real one. One
-    behind it is an event, and `count` hears its code."""
-    deltas = iter(answer)
+    """The status goes out with the first delta, framed, or after `KEEP_ALIVE_SECONDS` with a
+    comment: a failure until then is a real one. One behind it is an event, and `count` hears its
+    code."""
     try:
-        frames = frame(itertools.chain([next(deltas)], deltas))
-        frames = itertools.chain([next(frames)], frames)
+        if answer.wait(KEEP_ALIVE_SECONDS):
+            deltas = iter(answer)
+            frames = frame(itertools.chain([next(deltas)], deltas))
+            frames = itertools.chain([next(frames)], frames)
+        else:
+            frames = _kept_alive(answer, frame)
     except BaseException:
         answer.abort()
         _tell(answer)
@@ -99,6 +110,16 @@ def send_stream(
 
     response.call_on_close(end)
     return response
+
+
+def _kept_alive(
+    answer: Answer, frame: Callable[[Iterable[Indexed]], Iterator[bytes]]
+) -> Iterator[bytes]:
+    """Comments until there is something to tell: proxies and clients end a silent stream."""
+    yield KEEP_ALIVE
+    while not answer.wait(KEEP_ALIVE_SECONDS):
+        yield KEEP_ALIVE
+    yield from frame(answer)
 
 
 def note(**fields: Any) -> None:

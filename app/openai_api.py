@@ -106,6 +106,7 @@ def _ask_completion(service: Service, asked: CompletionRequest) -> Ask:
     return Ask(
         g.request_id,
         g.arrived_at,
+        g.departure,
         prompts,
         num_logprobs=asked.logprobs,
         max_tokens=asked.max_tokens,
@@ -137,6 +138,7 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
     return Ask(
         g.request_id,
         g.arrived_at,
+        g.departure,
         [rendered.token_ids],
         num_logprobs=asked.num_logprobs,
         prompt_field="messages",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from .errors import ServeError
+from .errors import ClientLeft, ServeError
 
 if TYPE_CHECKING:
     from .completion import Answer, Delta, Token
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     Indexed = tuple[int, Delta]
 
 log = logging.getLogger(__name__)
+
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients pass over
 
 
 def usage(answer: Answer) -> dict[str, int]:
@@ -102,6 +104,8 @@ def guarded(
     """
     try:
         yield from frames
+    except ClientLeft:
+        pass  # the access log tells it
     except Exception as error:
         told = _foreseen(answer, error) if isinstance(error, ServeError) else _unforeseen(answer)
         count(told.code)

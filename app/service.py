@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from .bridge import Bridge, State
 from .completion import Answer, Completion
 from .config import Settings
+from .departure import Departure
 from .errors import InvalidRequest, NotReady
 from .limits import (
     check_logprobs,
@@ -54,6 +55,7 @@ class Ask:
 
     request_id: str
     arrived_at: float  # of `time.monotonic`
+    departure: Departure
     prompts: list[list[int]]
     num_logprobs: int | None = None
     prompt_field: str = "prompt"  # what the request calls it, for errors
@@ -115,8 +117,10 @@ class Service:
     def submit(self, fields: SamplingFields, ask: Ask) -> Answer:
         """Queues a sequence for each choice of each prompt, choices of a prompt side by side.
 
-        Raises InvalidRequest if one does not fit, DeadlineExceeded if its grammar takes too long.
+        Raises InvalidRequest if one does not fit, DeadlineExceeded if its grammar takes too long,
+        ClientLeft if nobody waits for it any more. A client that leaves later ends its answer.
         """
+        ask.departure.check()  # its prompt may have been tokenized on another thread
         codec = self.model.codec
         check_token_ids(fields, self.model.vocab_size)
         constrain: Callable[[], Constraint] | None = None
@@ -129,12 +133,15 @@ class Service:
             for prompt_ids in ask.prompts
             for sequence in self._choices(fields, params, ask, prompt_ids, constrain)
         ]
+        ask.departure.check()  # likewise a grammar, compiled
         streams, arrival = self.bridge.submit(sequences)
         completions = [
             Completion(stream, codec.detokenizer(ask.visible_ids), fields.stop_strings)
             for stream in streams
         ]
-        return Answer(ask.request_id, completions, arrival, ask.deadline_at)
+        answer = Answer(ask.request_id, completions, arrival, ask.deadline_at)
+        ask.departure.call(answer.leave)
+        return answer
 
     def render(
         self, messages: list[dict[str, Any]], use: ToolUse | None, deadline_at: float | None = None

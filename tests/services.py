@@ -45,7 +45,7 @@ class StubService(Service):
     def _load(self) -> Engine:
         shape = {"max_model_len": CONTEXT} | self._shape
         engine, self.stub = stub_engine(observer=self.metrics, **shape)
-        self._model = loaded_model("stub", CODEC, CONTEXT, STUB_VOCAB)
+        self._model = loaded_model("stub", CODEC, shape["max_model_len"], STUB_VOCAB)
         return engine
 
     def is_idle(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from gevent.event import Event
 
 from app.bridge import TokenStream
 from app.completion import Answer, Completion, Delta
-from app.errors import DeadlineExceeded, ModelFailure, NotReady
+from app.errors import ClientLeft, DeadlineExceeded, ModelFailure, NotReady
 from app.sequence import Advance, FinishReason, SamplingParams, Sequence, TokenLogprobs
 from app.text import TextCodec
 
@@ -56,11 +57,15 @@ class Said:
         error: str | None = None,
         logprobs: bool = False,
     ) -> Said:
-        """`ids` come together, with the last one the end."""
+        """`ids` come together, with the last one the end; a timeout comes from this side."""
         scores = TokenLogprobs(-1.0, ()) if logprobs else None
         for number, id_ in enumerate(ids, 1):
-            reason = end if number == len(ids) else None
+            is_end = number == len(ids) and end is not FinishReason.TIMEOUT
+            reason = end if is_end else None
             self.stream.put(Advance(self.sequence, id_, reason, logprobs=scores))
+        if end is FinishReason.TIMEOUT:
+            self.take().deltas.append(self.completion.expire())
+            return self
         if not ids and end is not None:
             self.stream.put(Advance(self.sequence, None, end, error))
         return self.take()
@@ -267,6 +272,32 @@ def test_what_has_come_by_the_deadline_counts() -> None:
         (1, Delta("", FinishReason.TIMEOUT)),
     ]
     assert {first.sequence.ended_by, second.sequence.ended_by} == {FinishReason.TIMEOUT}
+
+
+def test_what_came_while_its_reader_was_busy_counts_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("app.completion.time", clock)
+    said = queue(Said(), "a")
+    answer = answer_of(said, deadline_at=1030.0)
+    deltas = iter(answer)
+    assert next(deltas) == (0, Delta("a"))
+    queue(said, "b").stream.put(Advance(said.sequence, None, FinishReason.TIMEOUT))
+    clock.now = 1031.0
+    assert list(deltas) == [(0, Delta("b")), (0, Delta("", FinishReason.TIMEOUT))]
+    answer.abort()
+
+
+def test_answer_whose_client_leaves_ends_every_choice_and_tells_its_reader() -> None:
+    choices = [queue(Said(), "a"), queue(Said(), "b")]
+    answer = answer_of(*choices)
+    deltas = iter(answer)
+    assert next(deltas) == (0, Delta("a"))
+    answer.leave()
+    assert [said.sequence.ended_by for said in choices] == [FinishReason.ABORT] * 2
+    with pytest.raises(ClientLeft):
+        next(deltas)
 
 
 def test_answer_that_is_complete_at_its_deadline_is_complete() -> None:

@@ -17,6 +17,7 @@ OWN: dict[str, set[str]] = {
     # state and names: nothing of ours
     "sequence": set(),
     "errors": set(),
+    "departure": {"errors"},
     "edge_options": set(),
     "access": set(),
     "logs": set(),
@@ -72,7 +73,7 @@ OWN: dict[str, set[str]] = {
     # HTTP
     "framing": {"config", "errors"},
     "body": {"config", "errors", "framing"},
-    "connection": {"access", "body", "errors", "framing"},
+    "connection": {"access", "body", "departure", "errors", "framing"},
     "edge": {"config", "connection"},
     "fields": {"sequence"},
     "generate_requests": {"fields"},
@@ -92,9 +93,11 @@ OWN: dict[str, set[str]] = {
     },
     "service": {
         *{"bridge", "completion", "config", "engine", "errors", "graph", "loading", "metrics"},
-        *{"chat", "fields", "grammar", "limits", "sequence", "tools"},
+        *{"chat", "departure", "fields", "grammar", "limits", "sequence", "tools"},
     },
-    "http": {"access", "completion", "config", "errors", "limits", "protocol", "replies"},
+    "http": {
+        *{"access", "completion", "config", "departure", "errors", "limits", "protocol", "replies"},
+    },
     "generate_api": {
         *{"generate_replies", "generate_requests", "http", "limits", "service"},
     },
@@ -110,7 +113,9 @@ OWN: dict[str, set[str]] = {
 DOORS: dict[str, set[str]] = {
     "click": {"config", "edge_options"},
     "flask": {"api", "docs_page", "edge", "generate_api", "http", "openai_api"},
-    "gevent": {"__main__", "bridge", "completion", "connection", "edge", "framing"},
+    "gevent": {
+        *{"__main__", "bridge", "completion", "connection", "departure", "edge", "framing"},
+    },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar"},
     "numpy": {
