@@ -1,30 +1,24 @@
-"""Answers held to a grammar: compiles what a request asks for, and tells which tokens may follow.
+"""Answers held to a grammar: compiles what a request asks for.
 
-The only door to llguidance. Masks are filled on a thread of their own while the model runs;
-llguidance releases the GIL for that. Knows nothing of HTTP, nor of logits.
+With `masks.py`, which follows the answers, the only door to llguidance. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence as Many
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from numpy.typing import NDArray
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from .errors import InvalidRequest
 from .lark import MAX_LARK_CHARS, prepare_lark
+from .masks import GrammarConstraint
 from .schema import prepare_schema
-from .sequence import Sequence
 from .text import token_bytes
 from .tool_grammar import ToolForm
 from .tool_schemas import compile_tools
-
-Masks = dict[int, NDArray[np.uint32]]  # row -> a bit per token, the lowest of each word first
 
 MAX_REGEX_CHARS = 4096
 
@@ -47,40 +41,6 @@ _LARK_LIMITS = _LIMITS | {"step_max_items": 4000, "max_items_in_row": 300}
 # In front of every grammar: a text that begins with a brace would be no Lark, but llguidance's own
 # format, with options that are not for users.
 _HEAD = '%llguidance {"no_forcing": true} '
-
-
-class GrammarConstraint:
-    """One answer's way through a grammar. Never raises: a matcher that gave up has an `error`,
-    and permits nothing."""
-
-    def __init__(self, matcher: LLMatcher, num_words: int, eos_ids: frozenset[int]) -> None:
-        self.matcher = matcher
-        self.num_words = num_words  # of 32 bits, of a mask
-        self._eos_ids = eos_ids
-
-    @property
-    def error(self) -> str | None:
-        return _first_line(self.matcher.get_error()) if self.matcher.is_error() else None
-
-    def accept(self, token_id: int) -> None:
-        self.matcher.consume_token(token_id)
-
-    @property
-    def is_complete(self) -> bool:
-        matcher = self.matcher
-        return matcher.is_stopped() and matcher.is_accepting() and not matcher.is_error()
-
-    def finish_mask(self, mask: NDArray[np.uint32], end_ids: frozenset[int]) -> None:
-        """In place: nothing after an error; end tokens of the request's own as the EOS tokens,
-        if and only if the answer may end here."""
-        if self.matcher.is_error():  # llguidance would let it end, as if it were whole
-            mask[:] = 0
-            return
-        if own := end_ids - self._eos_ids:
-            may_end = self.matcher.is_accepting()
-            for id_ in own:
-                word, bit = id_ // 32, np.uint32(1 << id_ % 32)
-                mask[word] = mask[word] | bit if may_end else mask[word] & ~bit
 
 
 class Grammar:
@@ -161,52 +121,6 @@ class Grammars:
         return Grammar(matcher, (self._tokenizer.vocab_size + 31) // 32, self._eos_ids)
 
 
-Rows = dict[int, tuple[GrammarConstraint, frozenset[int]]]  # row -> constraint, end ids
-
-
-class MaskWorker:
-    """Fills the masks of a step on a thread of its own, between `start` and `collect`. Nobody else
-    may touch the constraints of the step meanwhile.
-
-    Without constrained rows nothing happens and there is no thread.
-    """
-
-    def __init__(self, num_threads: int = 1) -> None:
-        self._num_threads = num_threads
-        self._pool: ThreadPoolExecutor | None = None
-        self._executor: LLExecutor | None = None
-        self._pending: Future[Masks] | None = None
-
-    def start(self, sequences: Many[Sequence]) -> None:
-        """Sequence r is row r. A step that was started before and not collected is forgotten."""
-        self._pending = None
-        rows = {
-            row: (s.constraint, s.end_ids)
-            for row, s in enumerate(sequences)
-            if isinstance(s.constraint, GrammarConstraint)
-        }
-        if not rows:
-            return
-        if self._pool is None or self._executor is None:
-            self._pool = ThreadPoolExecutor(1, "masks")
-            self._executor = LLExecutor(self._num_threads)
-        self._pending = self._pool.submit(self._fill, self._executor, rows)
-
-    def collect(self) -> Masks:
-        """The masks by row, once they are there."""
-        pending, self._pending = self._pending, None
-        return {} if pending is None else pending.result()
-
-    def _fill(self, executor: LLExecutor, rows: Rows) -> Masks:
-        num_words = max(constraint.num_words for constraint, _ in rows.values())
-        masks = np.zeros((len(rows), num_words), np.uint32)
-        places = [(constraint.matcher, i) for i, (constraint, _) in enumerate(rows.values())]
-        executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, num_words * 4, len(rows))
-        for mask, (constraint, end_ids) in zip(masks, rows.values(), strict=True):
-            constraint.finish_mask(mask, end_ids)
-        return dict(zip(rows, masks, strict=True))
-
-
 class _Tokens:
     """What llguidance asks of a tokenizer: the bytes of each token, as our detokenizer reads them.
     Left to itself, it takes any added token `<...>` for a special one, which is no text."""
@@ -233,10 +147,6 @@ def _problem(matcher: LLMatcher) -> str:
         # A schema that only refers to itself, or a pattern without a match.
         return "nothing matches it" if error.startswith("NoExtension") else error[:1000]
     return "; ".join(matcher.get_grammar_warnings())[:1000]
-
-
-def _first_line(text: str) -> str:
-    return text.split("\n", 1)[0]
 
 
 def _too_long(param: str, length: int, limit: int) -> InvalidRequest:

@@ -29,8 +29,9 @@ import click
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from app.engine import Engine, Unobserved
-from app.grammar import Grammar, Grammars, MaskWorker
+from app.grammar import Grammar, Grammars
 from app.kv_cache import KVCache
+from app.masks import MaskWorker
 from app.model import OnnxModel
 from app.scheduler import Scheduler
 from app.sequence import SamplingParams, Sequence

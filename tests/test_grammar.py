@@ -19,15 +19,16 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from app.engine import Engine, Unobserved
-from app.errors import InvalidRequest
-from app.grammar import Grammar, GrammarConstraint, Grammars, MaskWorker
+from app.errors import InvalidRequest, UnservableModel
+from app.grammar import Grammar, Grammars
 from app.kv_cache import KVCache
-from app.loading import _make_grammars
+from app.loading import _known_eos_ids, _make_grammars
+from app.masks import GrammarConstraint, MaskWorker
 from app.scheduler import Scheduler
-from app.sequence import FinishReason, SamplingParams, Sequence
+from app.sequence import FinishReason, SamplingParams, Sequence, StepPlan
 from app.text import TextCodec, token_bytes
 
-from .engines import noise_engine, run
+from .engines import NoiseModel, TokenCache, noise_engine, run
 from .tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 
 VOCAB = 331
@@ -162,9 +163,26 @@ def test_model_whose_tokenizer_cannot_be_served_is_without_grammars(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tokenizer = TOKENIZERS["bytes"]
-    assert _make_grammars(TextCodec(tokenizer, EOS["bytes"]), VOCAB) is not None
-    assert _make_grammars(TextCodec(tokenizer, frozenset({VOCAB})), VOCAB) is None
+    codec = TextCodec(tokenizer, EOS["bytes"])
+    assert _make_grammars(codec, VOCAB, EOS["bytes"]) is not None
+    assert _make_grammars(codec, VOCAB, frozenset({VOCAB})) is None
     assert "no structured output with this tokenizer" in caplog.text
+
+
+def test_end_tokens_are_those_that_the_graph_has() -> None:
+    codec = TextCodec(TOKENIZERS["bytes"], EOS["bytes"] | {VOCAB + 40})
+    assert _known_eos_ids(codec, VOCAB) == EOS["bytes"]
+    with pytest.raises(UnservableModel, match="no answer would end"):
+        _known_eos_ids(TextCodec(TOKENIZERS["bytes"], frozenset({VOCAB})), VOCAB)
+
+
+def test_end_token_beyond_the_masks_costs_no_row_its_answer() -> None:
+    engine = noise_engine(VOCAB, EOS["bytes"] | {100 * VOCAB})
+    rows = [sequence(GRAMMARS["bytes"].regex("[a-z]{5}", "x")), sequence(None, 1, 20)]
+    for one in rows:
+        engine.submit(one)
+    run(engine)
+    assert [one.error for one in rows] == [None, None]
 
 
 def test_making_them_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
@@ -348,6 +366,83 @@ def test_grammar_that_gives_up_fails_its_own_row_and_says_why() -> None:
     assert hostile.finish_reason is FinishReason.DEAD_END
     assert hostile.error is not None and "grammar cannot be followed" in hostile.error
     assert [one.error for one in others] == [None, None]
+
+
+class Panic(BaseException):
+    """As pyo3's, which is no Exception."""
+
+
+class BrokenConstraint(GrammarConstraint):
+    """llguidance raises for it, once the answer has some tokens."""
+
+    num_left = 2
+
+    def finish_mask(self, mask: NDArray[np.uint32], end_ids: frozenset[int]) -> None:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise Panic("index out of bounds")
+        super().finish_mask(mask, end_ids)
+
+
+def test_mask_that_panics_costs_its_own_row_the_answer(caplog: pytest.LogCaptureFixture) -> None:
+    engine = noise_engine(VOCAB, EOS["bytes"])
+    good = GRAMMARS["bytes"].regex("[a-z]{12}", "x")
+    rows = [sequence(good, seed) for seed in range(3)]
+    whole = rows[1].constraint
+    assert isinstance(whole, GrammarConstraint)
+    rows[1].constraint = BrokenConstraint(whole.matcher, whole.num_words, EOS["bytes"])
+    for one in [*rows, sequence(None, 3, 20)]:
+        engine.submit(one)
+    run(engine)
+    assert not engine.has_failed
+    assert [one.finish_reason for one in rows] == ["stop", FinishReason.DEAD_END, "stop"]
+    assert rows[1].error is not None and "llguidance failed: Panic" in rows[1].error
+    assert "a grammar fails its answer" in caplog.text
+
+
+def test_token_that_panics_costs_its_own_row_the_answer() -> None:
+    class Matcher:
+        def consume_token(self, token_id: int) -> None:
+            raise Panic
+
+    constraint = GrammarConstraint(Matcher(), 1, EOS["bytes"])  # type: ignore[arg-type]
+    constraint.accept(1)
+    assert constraint.error == "llguidance failed: Panic"
+
+
+def test_step_whose_model_raises_leaves_the_next_one_alone() -> None:
+    class Model(NoiseModel):
+        num_steps = 0
+
+        def forward(self, plan: StepPlan, cache: TokenCache) -> NDArray[np.float32]:
+            self.num_steps += 1
+            if self.num_steps == 3:
+                raise RuntimeError("out of memory")
+            return super().forward(plan, cache)
+
+    scheduler = Scheduler(4, 512, 512, EOS["bytes"])
+    engine = Engine(Model(VOCAB), TokenCache(4), scheduler, Unobserved())  # type: ignore[arg-type]
+    grammar = GRAMMARS["bytes"].regex("[a-z]{12}", "x")
+    hurt, whole = sequence(grammar, 0), sequence(grammar, 1)
+    engine.submit(hurt)
+    while not hurt.is_finished:
+        engine.step()
+    engine.submit(whole)
+    run(engine)
+    assert (hurt.finish_reason, whole.finish_reason) == (FinishReason.ERROR, FinishReason.STOP)
+    assert re.fullmatch("[a-z]{12}", text_of("bytes", whole))
+
+
+def test_constraint_that_has_no_masks_is_not_passed_over() -> None:
+    class Other:
+        is_complete, error = False, None
+
+        def accept(self, token_id: int) -> None: ...
+
+    one = sequence(None)
+    one.constraint = Other()
+    with pytest.raises(TypeError, match="row 1: Other has no masks"):
+        MaskWorker().start([sequence(None), one])
 
 
 def test_step_without_constrained_rows_takes_no_thread() -> None:

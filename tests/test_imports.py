@@ -34,6 +34,7 @@ OWN: dict[str, set[str]] = {
     # one idea each
     "config": {"edge_options", "errors", "folder", "record"},
     "kv_cache": {"sequence"},
+    "masks": {"sequence"},
     "candidates": {"sequence"},
     "edits": {"sequence"},
     "logprobs": {"candidates", "sequence"},
@@ -59,11 +60,11 @@ OWN: dict[str, set[str]] = {
     "lark": {"schema"},
     "tool_schemas": {"errors", "schema", "tool_grammar", "tools"},
     "grammar": {
-        *{"errors", "lark", "schema", "sequence", "text", "tool_grammar", "tool_schemas"},
+        *{"errors", "lark", "masks", "schema", "text", "tool_grammar", "tool_schemas"},
     },
     "metrics": {"sequence"},
     # the engine, its thread, and an answer as it comes out of it
-    "engine": {"grammar", "kv_cache", "sampler", "scheduler", "sequence"},
+    "engine": {"kv_cache", "masks", "sampler", "scheduler", "sequence"},
     "bridge": {"engine", "errors", "sequence"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
     "completion": {"bridge", "errors", "sequence", "stops", "text"},
@@ -109,10 +110,10 @@ DOORS: dict[str, set[str]] = {
     "flask": {"api", "docs_page", "edge", "generate_api", "http", "openai_api"},
     "gevent": {"__main__", "bridge", "completion", "edge", "framing"},
     "jinja2": {"chat", "docs_page"},
-    "llguidance": {"grammar"},
+    "llguidance": {"grammar", "masks"},
     "numpy": {
-        *{"candidates", "edits", "engine", "form", "fused", "grammar", "logprobs", "model"},
-        *{"portable", "probe", "sampler"},
+        *{"candidates", "edits", "engine", "form", "fused", "grammar", "logprobs", "masks"},
+        *{"model", "portable", "probe", "sampler"},
     },
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"form", "fused", "model"},
