@@ -53,10 +53,11 @@ OWN: dict[str, set[str]] = {
     # conversations and tools
     "tools": {"errors"},
     "tool_calls": {"stops", "tools"},
-    "tool_grammar": {"tools"},
+    "tool_grammar": {"schema", "tools"},
     "template": {"tool_calls", "tools"},
     "chat": {"control", "errors", "template", "text", "tools"},
-    "schema": set(),
+    "patterns": set(),
+    "schema": {"patterns"},
     "lark": {"schema"},
     "tool_schemas": {"errors", "schema", "tool_grammar", "tools"},
     "grammar": {
