@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from .errors import InvalidRequest
 from .lark import MAX_LARK_CHARS, prepare_lark
-from .masks import GrammarConstraint
+from .masks import GrammarConstraint, problem_of
 from .schema import prepare_schema
 from .text import token_bytes
 from .tool_grammar import ToolForm
@@ -32,8 +32,11 @@ _LIMITS = {
     "max_items_in_row": 2000,
     "verbose_errors": False,
 }
-# Rules written by hand can be ambiguous, and then a step's time grows with the square of its items.
+# Rules written by hand can be ambiguous, and then a step's time grows with the square of its items:
+# 32 rows of the worst that was found take 60 to 300 ms a step here, twice that with 1000 in a row.
 _LARK_LIMITS = _LIMITS | {"step_max_items": 4000, "max_items_in_row": 300}
+
+_NUM_PROBED = 6  # tokens: as many as lead to the first of an object's properties
 
 # Where only certain bytes can follow, llguidance would permit but the one token that a tokenizer
 # makes of them. So any that spells them may come: the model knows best which, and no Python is
@@ -68,11 +71,8 @@ class Grammars:
         could end an answer."""
         self._eos_ids = frozenset(id_ for id_ in eos_ids if id_ < vocab_size)
         tokens = _Tokens(tokenizer, vocab_size, self._eos_ids)
+        self._end_tokens = {id_: tokens.tokens[id_].decode() for id_ in sorted(self._eos_ids)}
         self._tokenizer = LLTokenizer(TokenizerWrapper(tokens), eos_token=sorted(self._eos_ids))
-
-    def json_object(self, param: str) -> Grammar:
-        """Any JSON object."""
-        return self.json_schema({"type": "object"}, param)
 
     def json_schema(self, schema: Any, param: str) -> Grammar:
         """What a JSON schema permits; `schema.KEYWORDS` lists what it may use."""
@@ -93,11 +93,12 @@ class Grammars:
     def lark(self, grammar: str, param: str) -> Grammar:
         """A user's grammar, in llguidance's dialect of Lark. `%json {...}` embeds a JSON schema; a
         special token is written as it is, if it has the form `<...>` (`start: <|tool_call|> "x"`),
-        or by its id, `<[5]>`; added tokens that are not special are text."""
+        or by its id, `<[5]>`; added tokens that are not special are text. The tokens that end an
+        answer cannot be named."""
         if len(grammar) > MAX_LARK_CHARS:
             raise _too_long(param, len(grammar), MAX_LARK_CHARS)
         try:
-            prepared = prepare_lark(grammar)
+            prepared = prepare_lark(grammar, self._end_tokens)
         except ValueError as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from None
         return self._compile(prepared, param, _LARK_LIMITS)
@@ -112,13 +113,23 @@ class Grammars:
         matcher = LLMatcher(
             self._tokenizer, _HEAD + grammar, log_level=0, limits=LLParserLimits(**limits)
         )
-        if not (problem := _problem(matcher)):
-            probe = matcher.deep_copy()
-            mask = np.frombuffer(probe.compute_bitmask(), np.uint8)
-            problem = _problem(probe) or ("" if mask.any() else "nothing matches it")
-        if problem:
+        if problem := _problem(matcher) or self._problem_ahead(matcher.deep_copy()):
             raise InvalidRequest(f"{param}: {problem}", param=param)
         return Grammar(matcher, (self._tokenizer.vocab_size + 31) // 32, self._eos_ids)
+
+    def _problem_ahead(self, probe: LLMatcher) -> str:
+        """Why no answer could begin: found on the first tokens of some, the lowest permitted."""
+        for _ in range(_NUM_PROBED):
+            mask = np.frombuffer(probe.compute_bitmask(), np.uint8)
+            if problem := _problem(probe):
+                return problem
+            [permitted] = np.unpackbits(mask, bitorder="little").nonzero()
+            if not len(permitted):
+                return "nothing matches it"
+            following = next((int(i) for i in permitted if int(i) not in self._eos_ids), None)
+            if following is None or not probe.consume_token(following) or probe.is_stopped():
+                break
+        return _problem(probe)
 
 
 class _Tokens:
@@ -143,9 +154,9 @@ class _Tokens:
 
 def _problem(matcher: LLMatcher) -> str:
     if matcher.is_error():
-        error = matcher.get_error().replace("<non-verbose/>", "").strip()
         # A schema that only refers to itself, or a pattern without a match.
-        return "nothing matches it" if error.startswith("NoExtension") else error[:1000]
+        problem = problem_of(matcher)
+        return "nothing matches it" if problem.startswith("NoExtension") else problem
     return "; ".join(matcher.get_grammar_warnings())[:1000]
 
 

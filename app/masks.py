@@ -133,6 +133,7 @@ def _masks(executor: LLExecutor, rows: Rows) -> Masks:
 
 
 def problem_of(matcher: LLMatcher) -> str:
-    """Why a matcher has given up, in one line."""
-    error = matcher.get_error().replace("<non-verbose/>", "").strip().split("\n", 1)[0]
-    return f"{_TOO_MUCH} ({error})" if "too many" in error.lower() else error[:1000]
+    """Why a matcher has given up, with the limit that it ran into."""
+    error = matcher.get_error().replace("<non-verbose/>", "").strip()[:1000]
+    is_limit = any(hint in error.lower() for hint in ("too many", "items; max is"))
+    return f"{_TOO_MUCH} ({error})" if is_limit else error

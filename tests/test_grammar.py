@@ -331,7 +331,9 @@ def test_finished_answer_validates_whatever_the_schema(schema: dict[str, Any]) -
 
 
 def test_json_object_is_an_object() -> None:
-    answers = generate("bytes", GRAMMARS["bytes"].json_object("x"), count=16, max_tokens=200)
+    answers = generate(
+        "bytes", GRAMMARS["bytes"].json_schema({"type": "object"}, "x"), count=16, max_tokens=200
+    )
     whole = [a for a in answers if a.finish_reason is FinishReason.STOP]
     assert whole
     assert all(isinstance(json.loads(text_of("bytes", answer)), dict) for answer in whole)
@@ -339,7 +341,7 @@ def test_json_object_is_an_object() -> None:
 
 def test_blanks_between_json_tokens_are_bounded() -> None:
     space = TOKENIZERS["bytes"].backend_tokenizer.token_to_id("Ġ")
-    constraint = GRAMMARS["bytes"].json_object("x").constraint()
+    constraint = GRAMMARS["bytes"].json_schema({"type": "object"}, "x").constraint()
     for id_ in [TOKENIZERS["bytes"].backend_tokenizer.token_to_id("{"), space, space]:
         constraint.accept(id_)
     assert constraint.error is not None
@@ -421,7 +423,10 @@ def test_grammar_that_gives_up_fails_its_own_row_and_says_why() -> None:
         engine.submit(one)
     run(engine)
     assert hostile.finish_reason is FinishReason.DEAD_END
-    assert hostile.error is not None and "grammar cannot be followed" in hostile.error
+    assert (
+        hostile.error is not None
+        and "grammar cannot be followed: it is too ambiguous" in hostile.error
+    )
     assert [one.error for one in others] == [None, None]
 
 
@@ -637,6 +642,26 @@ REFUSED: dict[str, tuple[Callable[[], Grammar], str]] = {
     "schema in lark": (lambda: G.lark('start: %json {"a": 1}', "x"), "'a' is not supported"),
     "broken schema in lark": (lambda: G.lark('start: %json {"a: 1}', "x"), "no JSON"),
     "rules": (lambda: G.lark("start: A\n" + "A: B\n" * 2000, "x"), "1000 lines"),
+    "hidden operators": (
+        lambda: G.lark('start: A\nA: /\n?"?.*a0.*"?/' + ' & /"?.*a.*"?/' * 17, "x"),
+        "of & and ~",
+    ),
+    "end token": (lambda: G.lark('start: "a" <|im_end|> "b"', "x"), "the token 262 (<|im_end|>)"),
+    "end token by id": (lambda: G.lark('start: "a" <[262]> "b"', "x"), "<[262]>: the token 262"),
+    "end token in a range": (lambda: G.lark('start: "a" <[1,255-300]>', "x"), "the token 260"),
+    "end token among all": (lambda: G.lark('start: "a" <[*]>', "x"), "the token 260"),
+    "end token not excluded": (lambda: G.lark('start: "a" <[^260]>', "x"), "the token 262"),
+    "json in a string": (lambda: G.lark('start: "%json" "a"', "x"), "in a string or a comment"),
+    "many alternatives": (
+        lambda: G.lark("start: " + " | ".join(f'"w{i}x"' for i in range(1900)), "x"),
+        "too many alternatives",
+    ),
+    "many properties": (
+        lambda: G.json_schema(
+            {"type": "object", "properties": {f"p{i}": {} for i in range(900)}}, "x"
+        ),
+        "too many alternatives",
+    ),
     "operators": (lambda: G.lark("start: A\nA: " + " & ".join(["/.*a.*/"] * 50), "x"), "of & and"),
 }
 
