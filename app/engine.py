@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .grammar import MaskWorker
 from .kv_cache import KVCache
+from .masks import MaskWorker
 from .sampler import Sampled, sample
 from .scheduler import Scheduler
 from .sequence import Advance, SamplingParams, Sequence, StepPlan

@@ -1,30 +1,24 @@
-"""Answers held to a grammar: compiles what a request asks for, and tells which tokens may follow.
+"""Answers held to a grammar: compiles what a request asks for.
 
-The only door to llguidance. Masks are filled on a thread of their own while the model runs;
-llguidance releases the GIL for that. Knows nothing of HTTP, nor of logits.
+With `masks.py`, which follows the answers, the only door to llguidance. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence as Many
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from numpy.typing import NDArray
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from .detokenizer import token_bytes
 from .errors import InvalidRequest
 from .lark import MAX_LARK_CHARS, prepare_lark
+from .masks import GrammarConstraint, problem_of
 from .schema import prepare_schema
-from .sequence import Sequence
 from .tool_grammar import ToolForm
 from .tool_schemas import compile_tools
-
-Masks = dict[int, NDArray[np.uint32]]  # row -> a bit per token, the lowest of each word first
 
 MAX_REGEX_CHARS = 4096
 
@@ -38,8 +32,11 @@ _LIMITS = {
     "max_items_in_row": 2000,
     "verbose_errors": False,
 }
-# Rules written by hand can be ambiguous, and then a step's time grows with the square of its items.
+# Rules written by hand can be ambiguous, and then a step's time grows with the square of its items:
+# 32 rows of the worst that was found take 60 to 300 ms a step here, twice that with 1000 in a row.
 _LARK_LIMITS = _LIMITS | {"step_max_items": 4000, "max_items_in_row": 300}
+
+_NUM_PROBED = 6  # tokens: as many as lead to the first of an object's properties
 
 # Where only certain bytes can follow, llguidance would permit but the one token that a tokenizer
 # makes of them. So any that spells them may come: the model knows best which, and no Python is
@@ -47,40 +44,6 @@ _LARK_LIMITS = _LIMITS | {"step_max_items": 4000, "max_items_in_row": 300}
 # In front of every grammar: a text that begins with a brace would be no Lark, but llguidance's own
 # format, with options that are not for users.
 _HEAD = '%llguidance {"no_forcing": true} '
-
-
-class GrammarConstraint:
-    """One answer's way through a grammar. Never raises: a matcher that gave up has an `error`,
-    and permits nothing."""
-
-    def __init__(self, matcher: LLMatcher, num_words: int, eos_ids: frozenset[int]) -> None:
-        self.matcher = matcher
-        self.num_words = num_words  # of 32 bits, of a mask
-        self._eos_ids = eos_ids
-
-    @property
-    def error(self) -> str | None:
-        return _first_line(self.matcher.get_error()) if self.matcher.is_error() else None
-
-    def accept(self, token_id: int) -> None:
-        self.matcher.consume_token(token_id)
-
-    @property
-    def is_complete(self) -> bool:
-        matcher = self.matcher
-        return matcher.is_stopped() and matcher.is_accepting() and not matcher.is_error()
-
-    def finish_mask(self, mask: NDArray[np.uint32], end_ids: frozenset[int]) -> None:
-        """In place: nothing after an error; end tokens of the request's own as the EOS tokens,
-        if and only if the answer may end here."""
-        if self.matcher.is_error():  # llguidance would let it end, as if it were whole
-            mask[:] = 0
-            return
-        if own := end_ids - self._eos_ids:
-            may_end = self.matcher.is_accepting()
-            for id_ in own:
-                word, bit = id_ // 32, np.uint32(1 << id_ % 32)
-                mask[word] = mask[word] | bit if may_end else mask[word] & ~bit
 
 
 class Grammar:
@@ -108,11 +71,8 @@ class Grammars:
         could end an answer."""
         self._eos_ids = frozenset(id_ for id_ in eos_ids if id_ < vocab_size)
         tokens = _Tokens(tokenizer, vocab_size, self._eos_ids)
+        self._end_tokens = {id_: tokens.tokens[id_].decode() for id_ in sorted(self._eos_ids)}
         self._tokenizer = LLTokenizer(TokenizerWrapper(tokens), eos_token=sorted(self._eos_ids))
-
-    def json_object(self, param: str) -> Grammar:
-        """Any JSON object."""
-        return self.json_schema({"type": "object"}, param)
 
     def json_schema(self, schema: Any, param: str) -> Grammar:
         """What a JSON schema permits; `schema.KEYWORDS` lists what it may use."""
@@ -133,11 +93,12 @@ class Grammars:
     def lark(self, grammar: str, param: str) -> Grammar:
         """A user's grammar, in llguidance's dialect of Lark. `%json {...}` embeds a JSON schema; a
         special token is written as it is, if it has the form `<...>` (`start: <|tool_call|> "x"`),
-        or by its id, `<[5]>`; added tokens that are not special are text."""
+        or by its id, `<[5]>`; added tokens that are not special are text. The tokens that end an
+        answer cannot be named."""
         if len(grammar) > MAX_LARK_CHARS:
             raise _too_long(param, len(grammar), MAX_LARK_CHARS)
         try:
-            prepared = prepare_lark(grammar)
+            prepared = prepare_lark(grammar, self._end_tokens)
         except ValueError as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from None
         return self._compile(prepared, param, _LARK_LIMITS)
@@ -152,59 +113,23 @@ class Grammars:
         matcher = LLMatcher(
             self._tokenizer, _HEAD + grammar, log_level=0, limits=LLParserLimits(**limits)
         )
-        if not (problem := _problem(matcher)):
-            probe = matcher.deep_copy()
-            mask = np.frombuffer(probe.compute_bitmask(), np.uint8)
-            problem = _problem(probe) or ("" if mask.any() else "nothing matches it")
-        if problem:
+        if problem := _problem(matcher) or self._problem_ahead(matcher.deep_copy()):
             raise InvalidRequest(f"{param}: {problem}", param=param)
         return Grammar(matcher, (self._tokenizer.vocab_size + 31) // 32, self._eos_ids)
 
-
-Rows = dict[int, tuple[GrammarConstraint, frozenset[int]]]  # row -> constraint, end ids
-
-
-class MaskWorker:
-    """Fills the masks of a step on a thread of its own, between `start` and `collect`. Nobody else
-    may touch the constraints of the step meanwhile.
-
-    Without constrained rows nothing happens and there is no thread.
-    """
-
-    def __init__(self, num_threads: int = 1) -> None:
-        self._num_threads = num_threads
-        self._pool: ThreadPoolExecutor | None = None
-        self._executor: LLExecutor | None = None
-        self._pending: Future[Masks] | None = None
-
-    def start(self, sequences: Many[Sequence]) -> None:
-        """Sequence r is row r. A step that was started before and not collected is forgotten."""
-        self._pending = None
-        rows = {
-            row: (s.constraint, s.end_ids)
-            for row, s in enumerate(sequences)
-            if isinstance(s.constraint, GrammarConstraint)
-        }
-        if not rows:
-            return
-        if self._pool is None or self._executor is None:
-            self._pool = ThreadPoolExecutor(1, "masks")
-            self._executor = LLExecutor(self._num_threads)
-        self._pending = self._pool.submit(self._fill, self._executor, rows)
-
-    def collect(self) -> Masks:
-        """The masks by row, once they are there."""
-        pending, self._pending = self._pending, None
-        return {} if pending is None else pending.result()
-
-    def _fill(self, executor: LLExecutor, rows: Rows) -> Masks:
-        num_words = max(constraint.num_words for constraint, _ in rows.values())
-        masks = np.zeros((len(rows), num_words), np.uint32)
-        places = [(constraint.matcher, i) for i, (constraint, _) in enumerate(rows.values())]
-        executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, num_words * 4, len(rows))
-        for mask, (constraint, end_ids) in zip(masks, rows.values(), strict=True):
-            constraint.finish_mask(mask, end_ids)
-        return dict(zip(rows, masks, strict=True))
+    def _problem_ahead(self, probe: LLMatcher) -> str:
+        """Why no answer could begin: found on the first tokens of some, the lowest permitted."""
+        for _ in range(_NUM_PROBED):
+            mask = np.frombuffer(probe.compute_bitmask(), np.uint8)
+            if problem := _problem(probe):
+                return problem
+            [permitted] = np.unpackbits(mask, bitorder="little").nonzero()
+            if not len(permitted):
+                return "nothing matches it"
+            following = next((int(i) for i in permitted if int(i) not in self._eos_ids), None)
+            if following is None or not probe.consume_token(following) or probe.is_stopped():
+                break
+        return _problem(probe)
 
 
 class _Tokens:
@@ -229,14 +154,10 @@ class _Tokens:
 
 def _problem(matcher: LLMatcher) -> str:
     if matcher.is_error():
-        error = matcher.get_error().replace("<non-verbose/>", "").strip()
         # A schema that only refers to itself, or a pattern without a match.
-        return "nothing matches it" if error.startswith("NoExtension") else error[:1000]
+        problem = problem_of(matcher)
+        return "nothing matches it" if problem.startswith("NoExtension") else problem
     return "; ".join(matcher.get_grammar_warnings())[:1000]
-
-
-def _first_line(text: str) -> str:
-    return text.split("\n", 1)[0]
 
 
 def _too_long(param: str, length: int, limit: int) -> InvalidRequest:

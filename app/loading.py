@@ -56,10 +56,11 @@ def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, 
     _check_fit(model, codec, settings)
     if probe is not None:
         _run_probe(probe, model)
+    eos_ids = _known_eos_ids(codec, model.spec.vocab_size)
     cache = _make_cache(model, settings)
-    scheduler = Scheduler(cache.num_rows, cache.max_len, settings.prefill_chunk, codec.eos_ids)
+    scheduler = Scheduler(cache.num_rows, cache.max_len, settings.prefill_chunk, eos_ids)
     chat = ChatTemplate(codec)
-    grammars = _make_grammars(codec, model.spec.vocab_size)
+    grammars = _make_grammars(codec, model.spec.vocab_size, eos_ids)
     info = model.describe(folder) | {
         "requested_device": settings.device,
         "probe": "none" if probe is None else "passed",
@@ -68,7 +69,7 @@ def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, 
         "max_batch_size": cache.num_rows,
         "max_model_len": cache.max_len,
         "prefill_chunk": settings.prefill_chunk,
-        "eos_token_ids": sorted(codec.eos_ids),
+        "eos_token_ids": sorted(eos_ids),
         **chat.describe(),
         "structured_output": grammars is not None,
         "kv_cache_bytes": cache.num_rows * cache.max_len * model.spec.kv.bytes_per_token,
@@ -99,9 +100,20 @@ def _check_fit(model: OnnxModel, codec: TextCodec, settings: Settings) -> None:
         )
 
 
-def _make_grammars(codec: TextCodec, vocab_size: int) -> Grammars | None:
+def _known_eos_ids(codec: TextCodec, vocab_size: int) -> frozenset[int]:
+    """Those that the graph can say: config files may name others."""
+    known = frozenset(id_ for id_ in codec.eos_ids if id_ < vocab_size)
+    if not known:
+        raise UnservableModel(
+            f"the graph has {vocab_size} tokens, and none of the end tokens "
+            f"{sorted(codec.eos_ids)}: no answer would end"
+        )
+    return known
+
+
+def _make_grammars(codec: TextCodec, vocab_size: int, eos_ids: frozenset[int]) -> Grammars | None:
     try:
-        return Grammars(codec.tokenizer, vocab_size, codec.eos_ids)
+        return Grammars(codec.tokenizer, vocab_size, eos_ids)
     except ValueError as error:
         log.warning("no structured output with this tokenizer: %s", error)
         return None

@@ -11,6 +11,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from .patterns import FORMATS, check_meeting, check_pattern, with_patterns
+
 MAX_SCHEMA_CHARS = 32_768
 MAX_DEPTH = 60
 _MAX_REFS = 500
@@ -19,8 +21,11 @@ _MAX_MULTIPLE = 10_000
 _MAX_INTEGER = 2**53  # llguidance reads numbers as doubles
 
 # A blank between tokens, or a new line with its indentation: a model that is unsure could write
-# blanks until its tokens are over.
-_OPTIONS = {"whitespace_pattern": r"( |\n {0,16})"}
+# blanks until its tokens are over. No \uXXXX: the name of a property could be written in many ways.
+ESCAPES = 'nrbtf\\"'
+_OPTIONS = {"whitespace_pattern": r"( |\n {0,16})", "json_allowed_escapes": ESCAPES}
+# Without bounds a number could have an exponent that makes it infinite.
+_MAX_NUMBER = 1e18  # llguidance takes no larger bounds
 
 _MAPS = {"properties", "patternProperties", "$defs", "definitions"}
 _LISTS = {"prefixItems", "anyOf", "oneOf", "allOf"}
@@ -43,7 +48,7 @@ def prepare_schema(schema: Any) -> str:
     """The schema as llguidance takes it, with our whitespace. Raises ValueError, saying why not."""
     check_size(schema)
     check_schema(schema)
-    return json.dumps(schema | {"x-guidance": _OPTIONS})
+    return json.dumps(narrowed(schema) | {"x-guidance": _OPTIONS})
 
 
 def check_size(schema: Any) -> None:
@@ -63,6 +68,10 @@ def check_schema(schema: dict[str, Any]) -> None:
     parts = list(_subschemas(schema))
     for part in parts:
         _check_keywords(part)
+        _check_shape(part)
+        _check_values(part)
+    if any("$id" in part for part in parts[1:]):  # references in it would lead elsewhere
+        raise ValueError("$id is supported at the top of the schema only")
     num_refs = sum("$ref" in part for part in parts)
     if num_refs > _MAX_REFS:
         raise ValueError(f"the schema has {num_refs} $ref, at most {_MAX_REFS} can be")
@@ -71,6 +80,37 @@ def check_schema(schema: dict[str, Any]) -> None:
         raise ValueError(
             f"the schema has {num_all_of} parts in allOf, at most {_MAX_ALL_OF} can be"
         )
+    check_meeting(schema, parts)
+
+
+def narrowed(schema: Any) -> Any:
+    """What llguidance keeps to is a bit less than what it says: where it would permit what a
+    validator refuses, the schema with tighter keywords."""
+    if not isinstance(schema, dict):
+        return schema
+    narrow: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in _MAPS and isinstance(value, dict):
+            narrow[keyword] = {name: narrowed(part) for name, part in value.items()}
+        elif keyword in _LISTS | {"items"} and isinstance(value, list):
+            narrow[keyword] = [narrowed(part) for part in value]
+        else:
+            narrow[keyword] = narrowed(value) if keyword in _SCHEMAS else value
+    return with_patterns(_bounded(narrow))
+
+
+def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """Its numbers between bounds, and so without exponents."""
+    types = schema.get("type")
+    is_number = "number" in (types if isinstance(types, list) else [types])
+    if not is_number or {"enum", "const"} & schema.keys():
+        return schema
+    bounds = {}
+    if not {"minimum", "exclusiveMinimum"} & schema.keys():
+        bounds["minimum"] = -_MAX_NUMBER
+    if not {"maximum", "exclusiveMaximum"} & schema.keys():
+        bounds["maximum"] = _MAX_NUMBER
+    return schema | bounds
 
 
 def restricted(schema: Any, keywords: Collection[str]) -> Any:
@@ -132,6 +172,34 @@ def _check_keywords(schema: dict[str, Any]) -> None:
     digits = re.sub(r"\D|e.*", "", str(multiple))
     if not isinstance(multiple, int | float) or "e" in str(multiple) or int(digits) > _MAX_MULTIPLE:
         raise ValueError(f"multipleOf: {multiple} has too many digits, or is no number")
+    if multiple <= 0:
+        raise ValueError(f"multipleOf: {multiple} must be more than 0")
+
+
+def _check_shape(schema: dict[str, Any]) -> None:
+    for keywords, kind, name in ((_MAPS, dict, "an object"), (_LISTS, list, "a list")):
+        for keyword in keywords & schema.keys():
+            if not isinstance(schema[keyword], kind):
+                raise ValueError(f"{keyword} must be {name}")
+
+
+def _check_values(schema: dict[str, Any]) -> None:
+    """Of keywords that llguidance reads otherwise than validators, or takes whatever they say."""
+    if "pattern" in schema:
+        check_pattern(schema["pattern"])
+    for pattern in schema.get("patternProperties", ()):
+        check_pattern(pattern)
+    format_ = schema.get("format")
+    if format_ is not None and format_ not in FORMATS:
+        raise ValueError(f"Unknown format: {format_}; these are: {', '.join(sorted(FORMATS))}")
+    # One property written twice would count as two.
+    least, required = schema.get("minProperties", 0), schema.get("required", ())
+    if isinstance(least, int) and isinstance(required, list | tuple):
+        num_required = max(1, len({*map(str, required)}))
+        if least > num_required:
+            raise ValueError(
+                f"minProperties: {least} is more than the {num_required} that required ensures"
+            )
 
 
 def _has_large_integer(value: Any) -> bool:

@@ -12,10 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .schema import ESCAPES
 from .tools import Tool, ToolFormat, ToolUse
 
 # As json.dumps writes it, which is how templates show calls to the model.
-_OPTIONS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_OPTIONS = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "json_allowed_escapes": ESCAPES,
+}
 _COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties"}
 _NOT_SCHEMAS = {"const", "enum", "default", "examples"}
 

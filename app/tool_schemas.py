@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from .errors import InvalidRequest
-from .schema import KEYWORDS, check_schema, check_size, restricted
+from .schema import KEYWORDS, check_schema, check_size, narrowed, restricted
 from .tool_grammar import ToolForm, call_schema, tool_grammar
 from .tools import Tool
 
@@ -21,7 +21,9 @@ MAX_TOOLS_CHARS = 131_072  # of all tools' schemas together
 _ANY: dict[str, Any] = {"type": "object", "additionalProperties": True}
 # Whether they can be kept to depends on their values: regular expressions with look-ahead, formats
 # of other tools, alternatives that overlap.
-_DOUBTFUL = {"pattern", "patternProperties", "format", "multipleOf", "oneOf", "allOf"}
+_DOUBTFUL = {
+    *{"pattern", "patternProperties", "format", "multipleOf", "minProperties", "oneOf", "allOf"},
+}
 # They may say of further properties what these are.
 _TELL_OF_OTHERS = {"if", "then", "else", "not", "dependentSchemas", "propertyNames", *_DOUBTFUL}
 
@@ -67,9 +69,9 @@ def _kept(tool: Tool, form: ToolForm, field: str, compile_: Compile[T]) -> Tool:
     """With the first of ever looser schemas that can be kept to."""
     refused: InvalidRequest | None = None
     for schema in _ever_looser(tool):
-        kept = replace(tool, parameters=schema)
         try:
             check_schema(schema)
+            kept = replace(tool, parameters=narrowed(schema))
             call = json.dumps(call_schema((kept,), form.format.arguments))
             compile_(f"start: %json {call}", field)
             return kept

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +22,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from app.detokenizer import token_bytes
 from app.engine import Engine, Unobserved
-from app.errors import InvalidRequest
-from app.grammar import Grammar, GrammarConstraint, Grammars, MaskWorker
+from app.errors import InvalidRequest, UnservableModel
+from app.grammar import Grammar, Grammars
 from app.kv_cache import KVCache
-from app.loading import _make_grammars
+from app.loading import _known_eos_ids, _make_grammars
+from app.masks import GrammarConstraint, MaskWorker
+from app.patterns import FORMATS
 from app.scheduler import Scheduler
-from app.sequence import FinishReason, SamplingParams, Sequence
+from app.sequence import FinishReason, SamplingParams, Sequence, StepPlan
 from app.text import TextCodec
 
-from .engines import noise_engine, run
+from .engines import NoiseModel, TokenCache, noise_engine, run
 from .tiny_tokenizers import byte_level_tokenizer, sentencepiece_tokenizer
 
 VOCAB = 331
@@ -66,7 +70,7 @@ def text_of(kind: str, answer: Sequence) -> str:
 
 
 def check_schema(kind: str, schema: dict[str, Any], **options: Any) -> None:
-    validator = jsonschema_rs.validator_for(schema)
+    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
     num_stopped = 0
     for answer in generate(kind, GRAMMARS[kind].json_schema(schema, "x"), **options):
         if answer.finish_reason is FinishReason.STOP:
@@ -163,9 +167,26 @@ def test_model_whose_tokenizer_cannot_be_served_is_without_grammars(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     tokenizer = TOKENIZERS["bytes"]
-    assert _make_grammars(TextCodec(tokenizer, EOS["bytes"]), VOCAB) is not None
-    assert _make_grammars(TextCodec(tokenizer, frozenset({VOCAB})), VOCAB) is None
+    codec = TextCodec(tokenizer, EOS["bytes"])
+    assert _make_grammars(codec, VOCAB, EOS["bytes"]) is not None
+    assert _make_grammars(codec, VOCAB, frozenset({VOCAB})) is None
     assert "no structured output with this tokenizer" in caplog.text
+
+
+def test_end_tokens_are_those_that_the_graph_has() -> None:
+    codec = TextCodec(TOKENIZERS["bytes"], EOS["bytes"] | {VOCAB + 40})
+    assert _known_eos_ids(codec, VOCAB) == EOS["bytes"]
+    with pytest.raises(UnservableModel, match="no answer would end"):
+        _known_eos_ids(TextCodec(TOKENIZERS["bytes"], frozenset({VOCAB})), VOCAB)
+
+
+def test_end_token_beyond_the_masks_costs_no_row_its_answer() -> None:
+    engine = noise_engine(VOCAB, EOS["bytes"] | {100 * VOCAB})
+    rows = [sequence(GRAMMARS["bytes"].regex("[a-z]{5}", "x")), sequence(None, 1, 20)]
+    for one in rows:
+        engine.submit(one)
+    run(engine)
+    assert [one.error for one in rows] == [None, None]
 
 
 def test_making_them_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +221,16 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "tuples": {"type": "array", "prefixItems": [{"type": "null"}, {"const": 1}], "items": False},
     "unicode": {"type": "string", "minLength": 3, "maxLength": 6},
     "patterns": {"type": "string", "pattern": "^[a-c]{2}-\\d+$"},
-    "dates": {"type": "string", "format": "date"},
+    "plain numbers": {"type": ["number", "null"]},
+    "numbers from": {"type": "number", "exclusiveMinimum": 0},
+    **{name: {"type": "string", "format": name} for name in FORMATS},
+    "format and pattern": {"type": "string", "format": "date", "pattern": "^2"},
+    "one property": {
+        "type": "object",
+        "additionalProperties": {"type": "boolean"},
+        "minProperties": 1,
+        "maxProperties": 1,
+    },
     "multiples": {"type": "integer", "minimum": 0, "maximum": 100, "multipleOf": 7},
     "references": {
         "$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 1}},
@@ -213,6 +243,51 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_finished_answer_validates(kind: str, name: str) -> None:
     check_schema(kind, SCHEMAS[name])
+
+
+def takes(grammar: Grammar, text: str) -> bool:
+    """Is the whole of `text` an answer?"""
+    constraint = grammar.constraint()
+    tokenizer = TOKENIZERS["bytes"].backend_tokenizer
+    for id_ in tokenizer.encode(text, add_special_tokens=False).ids:
+        constraint.accept(id_)
+    return constraint.error is None and constraint.matcher.is_accepting()
+
+
+def test_name_of_a_property_is_written_one_way() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    grammar = GRAMMARS["bytes"].json_schema(schema, "x")
+    assert takes(grammar, r'{"a":1,"b":"\n\"\\\t"}')
+    assert not takes(grammar, r'{"a":1,"\u0061":"x"}')
+
+
+@pytest.mark.parametrize(
+    ("format_", "valid", "invalid"),
+    [
+        ("time", "05:03:59Z", "05:03:60Z"),
+        ("date-time", "2024-02-29T05:03:59.5+01:00", "2024-02-29T05:03:60Z"),
+        ("date", "2024-02-29", "2023-02-29"),
+        ("date", "2000-02-29", "1900-02-29"),
+        ("hostname", "www.example.com", "a-.com"),
+        ("hostname", "localhost", ".".join(["abcdefghijklmno"] * 17)),
+        ("email", "jane.doe@example.com", "a@-b-.c"),
+        ("uri", "https://example.com:8080/a/b?c=d#e", "http://[::z]"),
+        ("uri", "mailto:a@b.com", "a:%zz"),
+    ],
+)
+def test_format_takes_what_validators_take(format_: str, valid: str, invalid: str) -> None:
+    schema = {"type": "string", "format": format_}
+    validator = jsonschema_rs.validator_for(schema, validate_formats=True)
+    assert validator.is_valid(valid)
+    grammar = GRAMMARS["bytes"].json_schema(schema, "x")
+    assert takes(grammar, json.dumps(valid))
+    assert not takes(grammar, json.dumps(invalid))
+
+
+def test_number_has_no_exponent_that_could_make_it_infinite() -> None:
+    grammar = GRAMMARS["bytes"].json_schema({"type": "number"}, "x")
+    assert takes(grammar, "-12.5")
+    assert not takes(grammar, "5e0719")
 
 
 def small_schemas() -> st.SearchStrategy[dict[str, Any]]:
@@ -257,7 +332,9 @@ def test_finished_answer_validates_whatever_the_schema(schema: dict[str, Any]) -
 
 
 def test_json_object_is_an_object() -> None:
-    answers = generate("bytes", GRAMMARS["bytes"].json_object("x"), count=16, max_tokens=200)
+    answers = generate(
+        "bytes", GRAMMARS["bytes"].json_schema({"type": "object"}, "x"), count=16, max_tokens=200
+    )
     whole = [a for a in answers if a.finish_reason is FinishReason.STOP]
     assert whole
     assert all(isinstance(json.loads(text_of("bytes", answer)), dict) for answer in whole)
@@ -265,7 +342,7 @@ def test_json_object_is_an_object() -> None:
 
 def test_blanks_between_json_tokens_are_bounded() -> None:
     space = TOKENIZERS["bytes"].backend_tokenizer.token_to_id("Ġ")
-    constraint = GRAMMARS["bytes"].json_object("x").constraint()
+    constraint = GRAMMARS["bytes"].json_schema({"type": "object"}, "x").constraint()
     for id_ in [TOKENIZERS["bytes"].backend_tokenizer.token_to_id("{"), space, space]:
         constraint.accept(id_)
     assert constraint.error is not None
@@ -347,8 +424,88 @@ def test_grammar_that_gives_up_fails_its_own_row_and_says_why() -> None:
         engine.submit(one)
     run(engine)
     assert hostile.finish_reason is FinishReason.DEAD_END
-    assert hostile.error is not None and "grammar cannot be followed" in hostile.error
+    assert (
+        hostile.error is not None
+        and "grammar cannot be followed: it is too ambiguous" in hostile.error
+    )
     assert [one.error for one in others] == [None, None]
+
+
+class Panic(BaseException):
+    """As pyo3's, which is no Exception."""
+
+
+class BrokenConstraint(GrammarConstraint):
+    """llguidance raises for it, once the answer has some tokens."""
+
+    num_left = 2
+
+    def finish_mask(self, mask: NDArray[np.uint32], end_ids: frozenset[int]) -> None:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise Panic("index out of bounds")
+        super().finish_mask(mask, end_ids)
+
+
+def test_mask_that_panics_costs_its_own_row_the_answer(caplog: pytest.LogCaptureFixture) -> None:
+    engine = noise_engine(VOCAB, EOS["bytes"])
+    good = GRAMMARS["bytes"].regex("[a-z]{12}", "x")
+    rows = [sequence(good, seed) for seed in range(3)]
+    whole = rows[1].constraint
+    assert isinstance(whole, GrammarConstraint)
+    rows[1].constraint = BrokenConstraint(whole.matcher, whole.num_words, EOS["bytes"])
+    for one in [*rows, sequence(None, 3, 20)]:
+        engine.submit(one)
+    run(engine)
+    assert not engine.has_failed
+    assert [one.finish_reason for one in rows] == ["stop", FinishReason.DEAD_END, "stop"]
+    assert rows[1].error is not None and "llguidance failed: Panic" in rows[1].error
+    assert "a grammar fails its answer" in caplog.text
+
+
+def test_token_that_panics_costs_its_own_row_the_answer() -> None:
+    class Matcher:
+        def consume_token(self, token_id: int) -> None:
+            raise Panic
+
+    constraint = GrammarConstraint(Matcher(), 1, EOS["bytes"])  # type: ignore[arg-type]
+    constraint.accept(1)
+    assert constraint.error == "llguidance failed: Panic"
+
+
+def test_step_whose_model_raises_leaves_the_next_one_alone() -> None:
+    class Model(NoiseModel):
+        num_steps = 0
+
+        def forward(self, plan: StepPlan, cache: TokenCache) -> NDArray[np.float32]:
+            self.num_steps += 1
+            if self.num_steps == 3:
+                raise RuntimeError("out of memory")
+            return super().forward(plan, cache)
+
+    scheduler = Scheduler(4, 512, 512, EOS["bytes"])
+    engine = Engine(Model(VOCAB), TokenCache(4), scheduler, Unobserved())  # type: ignore[arg-type]
+    grammar = GRAMMARS["bytes"].regex("[a-z]{12}", "x")
+    hurt, whole = sequence(grammar, 0), sequence(grammar, 1)
+    engine.submit(hurt)
+    while not hurt.is_finished:
+        engine.step()
+    engine.submit(whole)
+    run(engine)
+    assert (hurt.finish_reason, whole.finish_reason) == (FinishReason.ERROR, FinishReason.STOP)
+    assert re.fullmatch("[a-z]{12}", text_of("bytes", whole))
+
+
+def test_constraint_that_has_no_masks_is_not_passed_over() -> None:
+    class Other:
+        is_complete, error = False, None
+
+        def accept(self, token_id: int) -> None: ...
+
+    one = sequence(None)
+    one.constraint = Other()
+    with pytest.raises(TypeError, match="row 1: Other has no masks"):
+        MaskWorker().start([sequence(None), one])
 
 
 def test_step_without_constrained_rows_takes_no_thread() -> None:
@@ -371,6 +528,20 @@ def chain(length: int) -> dict[str, Any]:
     return {"$defs": links | {str(length): {}}, "$ref": "#/$defs/0"}
 
 
+def pattern_chain(length: int) -> dict[str, Any]:
+    links: dict[str, Any] = {
+        str(i): {"$ref": f"#/$defs/{i + 1}", "pattern": f"a{i}.*b"} for i in range(length)
+    }
+    return {"$defs": links | {str(length): {"type": "string"}}, "$ref": "#/$defs/0"}
+
+
+def nested_patterns(depth: int) -> dict[str, Any]:
+    inner: dict[str, Any] = {"type": "string"}
+    for i in range(depth):
+        inner = {"pattern": f".*a.{{{i}}}b.*", "anyOf": [inner, {"type": "null"}]}
+    return inner
+
+
 REFUSED: dict[str, tuple[Callable[[], Grammar], str]] = {
     "keyword": (lambda: G.json_schema({"not": {}}, "x"), "'not' is not supported"),
     "unknown keyword": (lambda: G.json_schema({"items": {"maxItem": 3}}, "x"), "'maxItem'"),
@@ -383,16 +554,61 @@ REFUSED: dict[str, tuple[Callable[[], Grammar], str]] = {
         "Unsatisfiable schema",
     ),
     "itself": (lambda: G.json_schema({"$ref": "#"}, "x"), "nothing matches it"),
-    "remote": (lambda: G.json_schema({"$ref": "http://x/y"}, "x"), "http://x/y"),
+    "remote": (lambda: G.json_schema({"$ref": "http://x/y"}, "x"), "only '#'"),
     "deep": (lambda: G.json_schema(DEEP, "x"), "nested more than 60 levels"),
     "huge": (
         lambda: G.json_schema({"properties": {f"p{i}": {} for i in range(5000)}}, "x"),
         "at most 32768",
     ),
     "chain": (lambda: G.json_schema(chain(700), "x"), "at most 500"),
-    "patterns": (
-        lambda: G.json_schema({"allOf": [{"pattern": f"{i}"} for i in range(50)]}, "x"),
+    "parts": (
+        lambda: G.json_schema({"allOf": [{"minLength": i} for i in range(50)]}, "x"),
         "at most 16",
+    ),
+    "patterns": (
+        lambda: G.json_schema({"allOf": [{"pattern": f".*a.{{{i}}}b.*"} for i in range(16)]}, "x"),
+        "at most 3 can",
+    ),
+    "patterns behind references": (lambda: G.json_schema(pattern_chain(30), "x"), "at most 3 can"),
+    "patterns behind alternatives": (
+        lambda: G.json_schema(nested_patterns(8), "x"),
+        "at most 3 can",
+    ),
+    "patterns inside": (
+        lambda: G.json_schema(
+            {"allOf": [{"properties": {"a": {"pattern": f"a{i}.*b"}}} for i in range(9)]}, "x"
+        ),
+        "at most 3 can",
+    ),
+    "patterns in circles": (
+        lambda: G.json_schema(
+            {"allOf": [{"items": {"$ref": "#"}}, {"items": {"pattern": "a"}}], "pattern": "b"}, "x"
+        ),
+        "at most 3 can",
+    ),
+    "no list": (lambda: G.json_schema({"allOf": 3}, "x"), "allOf must be a list"),
+    "no map": (lambda: G.json_schema({"patternProperties": 3}, "x"), "must be an object"),
+    "no reference": (lambda: G.json_schema({"$ref": {}}, "x"), "only '#'"),
+    "pattern properties": (
+        lambda: G.json_schema({"patternProperties": {f"^{i}a.*$": {} for i in range(9)}}, "x"),
+        "at most 8",
+    ),
+    "into a default": (lambda: G.json_schema({"$ref": "#/default"}, "x"), "only '#'"),
+    "into a value": (
+        lambda: G.json_schema({"$defs": {"a": {"const": {}}}, "$ref": "#/$defs/a/const"}, "x"),
+        "only '#'",
+    ),
+    "nowhere": (lambda: G.json_schema({"$ref": "#/$defs/a"}, "x"), "there is no '#/$defs/a'"),
+    "id inside": (lambda: G.json_schema({"items": {"$id": "http://a/"}}, "x"), "$id"),
+    "no multiple": (lambda: G.json_schema({"multipleOf": 0}, "x"), "more than 0"),
+    "negative multiple": (lambda: G.json_schema({"multipleOf": -2}, "x"), "more than 0"),
+    "properties counted": (lambda: G.json_schema({"minProperties": 2}, "x"), "minProperties: 2"),
+    "class in class": (lambda: G.json_schema({"pattern": "[a[b]]"}, "x"), "[ inside [...]"),
+    "named class": (lambda: G.json_schema({"pattern": "^[[:alpha:]]$"}, "x"), "[ inside [...]"),
+    "intersected class": (lambda: G.json_schema({"pattern": r"[\w&&a]"}, "x"), "&& inside [...]"),
+    "class in a name": (
+        lambda: G.json_schema({"patternProperties": {"[a[b]]": {}}}, "x"),
+        "[ inside [...]",
     ),
     "multiple": (lambda: G.json_schema({"type": "integer", "multipleOf": 99999999}, "x"), "digits"),
     "large integer": (lambda: G.json_schema({"enum": [1, {"a": 2**53 + 1}]}, "x"), "2**53"),
@@ -427,6 +643,26 @@ REFUSED: dict[str, tuple[Callable[[], Grammar], str]] = {
     "schema in lark": (lambda: G.lark('start: %json {"a": 1}', "x"), "'a' is not supported"),
     "broken schema in lark": (lambda: G.lark('start: %json {"a: 1}', "x"), "no JSON"),
     "rules": (lambda: G.lark("start: A\n" + "A: B\n" * 2000, "x"), "1000 lines"),
+    "hidden operators": (
+        lambda: G.lark('start: A\nA: /\n?"?.*a0.*"?/' + ' & /"?.*a.*"?/' * 17, "x"),
+        "of & and ~",
+    ),
+    "end token": (lambda: G.lark('start: "a" <|im_end|> "b"', "x"), "the token 262 (<|im_end|>)"),
+    "end token by id": (lambda: G.lark('start: "a" <[262]> "b"', "x"), "<[262]>: the token 262"),
+    "end token in a range": (lambda: G.lark('start: "a" <[1,255-300]>', "x"), "the token 260"),
+    "end token among all": (lambda: G.lark('start: "a" <[*]>', "x"), "the token 260"),
+    "end token not excluded": (lambda: G.lark('start: "a" <[^260]>', "x"), "the token 262"),
+    "json in a string": (lambda: G.lark('start: "%json" "a"', "x"), "in a string or a comment"),
+    "many alternatives": (
+        lambda: G.lark("start: " + " | ".join(f'"w{i}x"' for i in range(1900)), "x"),
+        "too many alternatives",
+    ),
+    "many properties": (
+        lambda: G.json_schema(
+            {"type": "object", "properties": {f"p{i}": {} for i in range(900)}}, "x"
+        ),
+        "too many alternatives",
+    ),
     "operators": (lambda: G.lark("start: A\nA: " + " & ".join(["/.*a.*/"] * 50), "x"), "of & and"),
 }
 
@@ -441,6 +677,42 @@ def test_what_cannot_be_kept_to_is_refused_quickly(name: str) -> None:
     assert refused.value.param == "x"
     assert refused.value.message.startswith("x: ")
     assert message in refused.value.message
+
+
+# Patterns whose common matches are hard to find: positions counted from anywhere, primes, words.
+SEARCH = r"""
+import itertools, resource
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+from tests.test_grammar import GRAMMARS, InvalidRequest
+families = [
+    [f".*a.{{{n}}}b.*" for n in (5, 25, 1000)],
+    [f"^[01]*1[01]{{{n}}}$" for n in (18, 19, 20)],
+    [f"^(a{{{n}}})+$" for n in (97, 101, 103)],
+    [r"(\\w+ ){5,50}", r"^(.{0,20}b)*$", r"^\\W*\\d{3,90}"],
+]
+num_refused = 0
+for patterns in itertools.chain(families, zip(*families[:3]), zip(*families[1:])):
+    for number, more in itertools.product((1, 2, 3), ({}, {"minLength": 30, "maxLength": 900})):
+        schema = {"type": "string", "allOf": [{"pattern": p} for p in patterns[:number]]}
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        try:
+            GRAMMARS["bytes"].json_schema(schema | more, "x")
+        except InvalidRequest as error:
+            assert "at most 3" not in error.message
+            num_refused += 1
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        assert after.ru_utime - before.ru_utime < 2, schema
+        assert after.ru_maxrss - before.ru_maxrss < 500_000, schema  # kB
+print(num_refused)
+"""
+
+
+def test_patterns_within_the_limit_cost_neither_time_nor_memory() -> None:
+    command = [sys.executable, "-c", SEARCH]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert 0 < int(done.stdout) < 60  # of 60: by llguidance, which gives up early
 
 
 HOSTILE: dict[str, Callable[[], Grammar]] = {
