@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from .docs_page import docs_routes
-from .errors import NotReady, PayloadTooLarge, ServeError, UnreadableBody, error_body
+from .errors import PayloadTooLarge, ServeError, UnreadableBody, error_body
 from .generate_api import generate_routes
 from .http import begin_request, json_response
 from .openai_api import openai_routes
@@ -22,10 +22,16 @@ log = logging.getLogger(__name__)
 
 def create_app(service: Service) -> Flask:
     app = Flask(__name__, static_folder=None)
+    app.wsgi_app = service.drain.counting(app.wsgi_app)  # type: ignore[method-assign]
     app.before_request(begin_request)
     app.register_blueprint(generate_routes(service))
     app.register_blueprint(openai_routes(service))
     app.register_blueprint(docs_routes())
+
+    @app.before_request
+    def take() -> None:
+        if request.method == "POST":
+            service.drain.check()
 
     @app.get("/health/live")
     def live() -> Response:
@@ -33,8 +39,7 @@ def create_app(service: Service) -> Flask:
 
     @app.get("/health/ready")
     def ready() -> Response:
-        if not service.bridge.is_ready:
-            raise NotReady(service.bridge.why_not_ready)
+        service.check_ready()
         return json_response({"status": "ready", "model": service.model_names[0]})
 
     @app.get("/info")
@@ -60,6 +65,8 @@ def create_app(service: Service) -> Flask:
     @app.after_request
     def tell(response: Response) -> Response:
         response.headers["X-Request-Id"] = g.request_id
+        if service.drain.is_announced:
+            response.headers["Connection"] = "close"  # the next request should go elsewhere
         log.info("%s %s %r %d", g.request_id, request.method, request.path, response.status_code)
         return response
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .errors import DeadEnd, DeadlineExceeded, ModelFailure, NotReady
+from .errors import DeadEnd, DeadlineExceeded, Draining, ModelFailure
 from .sequence import Advance, FinishReason, Sequence, TokenLogprobs
 from .stops import StopMatcher
 
@@ -61,7 +61,7 @@ class Completion:
         """What has come; None if that is nothing to tell.
 
         Raises ModelFailure if the engine failed, DeadEnd if the request left no token to
-        choose, NotReady if the server stops.
+        choose, Draining if the server stops.
         """
         text = ""
         for advance in self._stream.take():
@@ -91,7 +91,7 @@ class Completion:
         if reason is FinishReason.DEAD_END:
             raise DeadEnd(advance.error or "no token is permitted")
         if reason is FinishReason.ABORT:  # not by this client, which is still here
-            raise NotReady(advance.error or "the request was aborted")
+            raise Draining(advance.error or "the request was aborted")
         text = ""
         if advance.token_id is not None:
             self.num_tokens += 1
@@ -123,7 +123,7 @@ class Answer:
     choice one with a finish reason.
 
     Raises ModelFailure if the engine fails, DeadEnd if the request leaves no token to choose,
-    NotReady if the server stops, DeadlineExceeded if `deadline_at` (of `time.monotonic`) passes
+    Draining if the server stops, DeadlineExceeded if `deadline_at` (of `time.monotonic`) passes
     before any choice has a token.
     """
 

@@ -9,7 +9,8 @@
     |-- PayloadTooLarge       413
     |-- UnsupportedMediaType  415
     |-- DeadlineExceeded      504  no token within the request's time
-    |-- NotReady              503  loading, failed or shutting down
+    |-- NotReady              503  loading, hung or failed
+    |   `-- Draining          503  the server ends
     `-- ModelFailure          500  the model run failed for this request
     UnservableModel           the folder cannot be served correctly; ends the process at start
     `-- WrongSetting          a setting asks for what this machine or model cannot do
@@ -94,6 +95,10 @@ class NotReady(ServeError):
     status = 503
     type = "service_unavailable_error"
     code = "not_ready"
+
+
+class Draining(NotReady):
+    code = "draining"
 
 
 class ModelFailure(ServeError):

@@ -31,6 +31,9 @@ DEFAULTS: dict[str, Any] = {
     "prefill_chunk": 128,
     "max_body_bytes": 1 << 20,
     "max_timeout_ms": 3_600_000,
+    "max_step_seconds": 60,
+    "pre_drain_seconds": 0,
+    "drain_seconds": 30,
     "served_model_name": (),
     "log_level": "info",
 }
@@ -48,6 +51,9 @@ RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
     "PREFILL_CHUNK": (("1", 1), ("65536", 65536)),
     "MAX_BODY_BYTES": (("1", 1), ("2000000", 2000000)),
     "MAX_TIMEOUT_MS": (("0", 0), ("1000", 1000)),
+    "MAX_STEP_SECONDS": (("1", 1), ("86400", 86_400)),
+    "PRE_DRAIN_SECONDS": (("5", 5), ("3600", 3600)),
+    "DRAIN_SECONDS": (("0", 0), ("86400", 86_400)),
     "SERVED_MODEL_NAME": (("a", ("a",)), (" a/b , gpt-4o", ("a/b", "gpt-4o"))),
     "LOG_LEVEL": (("debug", "debug"), ("error", "error")),
 }
@@ -64,6 +70,9 @@ WRONG: dict[str, list[str]] = {
     "PREFILL_CHUNK": ["big", "0", "65537"],
     "MAX_BODY_BYTES": ["1MB", "0", "-1"],
     "MAX_TIMEOUT_MS": ["1s", "-1", "1.5"],
+    "MAX_STEP_SECONDS": ["1m", "0", "86401"],
+    "PRE_DRAIN_SECONDS": ["5s", "-1", "3601"],
+    "DRAIN_SECONDS": ["30s", "-1", "86401"],
     "SERVED_MODEL_NAME": [",", "a,", "a,,b", " "],
     "LOG_LEVEL": ["loud", "10"],
 }

@@ -20,6 +20,8 @@ OWN: dict[str, set[str]] = {
     "edge": set(),
     "machine": set(),
     "repetition": set(),
+    "pulse": set(),
+    "batch_limit": set(),
     "stops": set(),
     "precision": set(),
     # the model folder, as far as it can be read without its weights
@@ -36,7 +38,7 @@ OWN: dict[str, set[str]] = {
     "edits": {"sequence"},
     "logprobs": {"candidates", "sequence"},
     "sampler": {"candidates", "edits", "logprobs", "sequence"},
-    "scheduler": {"repetition", "sampler", "sequence"},
+    "scheduler": {"batch_limit", "repetition", "sampler", "sequence"},
     "form": {"graph", "kv_cache"},
     "fused": {"form", "graph", "kv_cache"},
     "portable": {"errors", "form", "kv_cache"},
@@ -62,7 +64,8 @@ OWN: dict[str, set[str]] = {
     "metrics": {"sequence"},
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"grammar", "kv_cache", "sampler", "scheduler", "sequence"},
-    "bridge": {"engine", "errors", "sequence"},
+    "bridge": {"engine", "errors", "pulse", "sequence"},
+    "drain": {"bridge", "errors"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
     "completion": {"bridge", "errors", "sequence", "stops", "text"},
     # HTTP
@@ -84,7 +87,7 @@ OWN: dict[str, set[str]] = {
     },
     "service": {
         *{"bridge", "completion", "config", "engine", "errors", "graph", "loading", "metrics"},
-        *{"chat", "fields", "grammar", "limits", "sequence", "tools"},
+        *{"chat", "drain", "fields", "grammar", "limits", "sequence", "tools"},
     },
     "http": {"completion", "config", "errors", "limits", "protocol", "replies"},
     "generate_api": {
@@ -102,7 +105,7 @@ OWN: dict[str, set[str]] = {
 DOORS: dict[str, set[str]] = {
     "click": {"config"},
     "flask": {"api", "docs_page", "edge", "generate_api", "http", "openai_api"},
-    "gevent": {"__main__", "bridge", "completion", "edge"},
+    "gevent": {"__main__", "bridge", "completion", "drain", "edge"},
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar"},
     "numpy": {
@@ -123,7 +126,7 @@ DOORS: dict[str, set[str]] = {
     "tokenizers": {"grammar", "plain", "text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
     "transformers": {"text"},
-    "werkzeug": {"api"},
+    "werkzeug": {"api", "drain"},
 }
 
 
