@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -186,20 +187,32 @@ class StubServer(LiveServer):
     module = "tests.stub_server"
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """As much of a folder as the settings ask for; the gates lie beside it."""
-    folder = tmp_path / "model"
+def stub_server(folder: Path, num_rows: int, **environment: str) -> StubServer:
+    """With as much of a model's folder as the settings ask for."""
     folder.mkdir()
     (folder / "model.onnx").touch()
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": MAX_LEN}))
-    return folder
-
-
-def stub_server(model: Path, num_rows: int, **environment: str) -> StubServer:
     arguments = ("--max-batch-size", str(num_rows), "--max-model-len", str(MAX_LEN))
-    gate = str(model.parent / "steps")
-    return StubServer(model, *arguments, **{"STEP_GATE": gate} | environment)
+    return StubServer(folder, *arguments, **{"STEP_GATE": str(folder / "gate")} | environment)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path) -> Iterator[dict[str, StubServer]]:
+    """Each for one test. They start together: it is their imports that take the time."""
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(stub_server(folder / name, num_rows, **environment))
+            for name, num_rows, environment in (
+                ("drain", NUM_ROWS, {}),
+                ("hurry", 2, {"DRAIN_SECONDS": "3600"}),
+                ("death", 2, {"DEATH": "1"}),
+            )
+        }
 
 
 def ask(server: LiveServer, **body: Any) -> socket.socket:
@@ -225,27 +238,26 @@ def fill(server: LiveServer, num_rows: int, num_tokens: int) -> list[socket.sock
 
 
 def test_sigterm_under_32_streams_completes_them_and_those_in_the_queue(
-    model: Path, tmp_path: Path
+    servers: dict[str, StubServer], folder: Path
 ) -> None:
-    with stub_server(model, NUM_ROWS) as server:
-        server.wait_ready()
-        idle = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
-        idle.request("GET", "/health/live")
-        idle.getresponse().read()
-        asked = fill(server, NUM_ROWS, MAX_LEN - 10)
-        asked += [ask(server, stream=bool(i % 2), max_tokens=5) for i in range(NUM_QUEUED)]
-        # They have been read once a request behind them has its answer.
-        server.get("/health/live")
-        server.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: server.get("/health/ready").status_code == 503, "the signal to be heard")
-        late = server.post(prompt="a")
-        assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
-        assert late.headers["Connection"] == "close"
-        assert server.process.poll() is None
-        (tmp_path / "steps").touch()
-        answers = [read(raw) for raw in asked]  # no reset
-        assert server.process.wait(15) == 0
-        idle.close()
+    server = servers["drain"].wait_ready()
+    idle = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    idle.request("GET", "/health/live")
+    idle.getresponse().read()
+    asked = fill(server, NUM_ROWS, MAX_LEN - 10)
+    asked += [ask(server, stream=bool(i % 2), max_tokens=5) for i in range(NUM_QUEUED)]
+    # They have been read once a request behind them has its answer.
+    server.get("/health/live")
+    server.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: server.get("/health/ready").status_code == 503, "the signal to be heard")
+    late = server.post(prompt="a")
+    assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
+    assert late.headers["Connection"] == "close"
+    assert server.process.poll() is None
+    (folder / "drain" / "gate").touch()
+    answers = [read(raw) for raw in asked]  # no reset
+    assert server.process.wait(15) == 0
+    idle.close()
     for answer in answers:
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert b'"finish_reason":"length"' in answer
@@ -255,33 +267,36 @@ def test_sigterm_under_32_streams_completes_them_and_those_in_the_queue(
     assert all(answer.endswith(b"\r\n0\r\n\r\n") for answer in streamed)
 
 
-def test_second_signal_ends_streams_with_an_error_and_the_process_with_0(model: Path) -> None:
+def test_second_signal_ends_streams_with_an_error_and_the_process_with_0(
+    servers: dict[str, StubServer],
+) -> None:
     """Though the model hangs, and the time to drain is long."""
-    with stub_server(model, 2, DRAIN_SECONDS="3600") as server:
-        server.wait_ready()
-        asked = fill(server, 2, 100)
-        server.process.send_signal(signal.SIGINT)
-        wait_for(lambda: server.get("/health/ready").status_code == 503, "the signal to be heard")
-        assert server.process.poll() is None
-        server.process.send_signal(signal.SIGTERM)
-        answers = [read(raw) for raw in asked]
-        assert server.process.wait(15) == 0
+    server = servers["hurry"].wait_ready()
+    asked = fill(server, 2, 100)
+    server.process.send_signal(signal.SIGINT)
+    wait_for(lambda: server.get("/health/ready").status_code == 503, "the signal to be heard")
+    assert server.process.poll() is None
+    server.process.send_signal(signal.SIGTERM)
+    answers = [read(raw) for raw in asked]
+    assert server.process.wait(15) == 0
     assert all(b'"code":"draining"' in answer for answer in answers)
 
 
-def test_signal_in_the_load_ends_the_process_within_two_seconds(model: Path) -> None:
-    with stub_server(model, 2, LOAD_GATE=str(model / "never")) as server:
+def test_signal_in_the_load_ends_the_process_within_two_seconds(tmp_path: Path) -> None:
+    with stub_server(tmp_path / "model", 2, LOAD_GATE=str(tmp_path / "never")) as server:
         wait_for(lambda: "waiting for a file" in server.get("/health/ready").text, "the load")
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(2) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_is_heard_where_the_parent_ignores_it(model: Path, number: signal.Signals) -> None:
+def test_signal_is_heard_where_the_parent_ignores_it(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     """As a container's first process: the kernel drops what has no handler."""
     was = signal.signal(number, signal.SIG_IGN)  # a child inherits it
     try:
-        server = stub_server(model, 2, LOAD_GATE=str(model / "never"))
+        server = stub_server(tmp_path / "model", 2, LOAD_GATE=str(tmp_path / "never"))
     finally:
         signal.signal(number, was)
     with server:
@@ -289,14 +304,15 @@ def test_signal_is_heard_where_the_parent_ignores_it(model: Path, number: signal
         assert server.process.wait(5) == 0
 
 
-def test_death_of_the_engine_thread_ends_the_process_with_1_and_a_message(model: Path) -> None:
-    with stub_server(model, 2, DEATH="1") as server:
-        server.wait_ready()
-        asked = fill(server, 2, 100)
-        (model.parent / "steps").touch()
-        answers = [read(raw) for raw in asked]
-        assert server.process.wait(15) == 1
-        server._reader.join()
-        assert "the engine thread has died" in server.log
-        assert 'cannot serve: SystemExit("a stub\'s death")' in server.log
+def test_death_of_the_engine_thread_ends_the_process_with_1_and_a_message(
+    servers: dict[str, StubServer], folder: Path
+) -> None:
+    server = servers["death"].wait_ready()
+    asked = fill(server, 2, 100)
+    (folder / "death" / "gate").touch()
+    answers = [read(raw) for raw in asked]
+    assert server.process.wait(15) == 1
+    server._reader.join()
+    assert "the engine thread has died" in server.log
+    assert 'cannot serve: SystemExit("a stub\'s death")' in server.log
     assert all(b'"code":"model_failure"' in answer for answer in answers)

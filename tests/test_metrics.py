@@ -26,7 +26,7 @@ def sequence(
     last_token_at: float | None = None,
     finish_reason: FinishReason | None = None,
 ) -> Sequence:
-    made = Sequence("id", [1, 2, 3], SamplingParams(max_tokens=9), arrived_at)
+    made = Sequence("id", [1, 2, 3], SamplingParams(max_tokens=9), arrived_at=arrived_at)
     made.admitted_at = admitted_at
     made.last_token_at = last_token_at
     made.finish_reason = finish_reason
