@@ -38,18 +38,18 @@ class Drain:
         self._pre_drain_seconds = pre_drain_seconds
         self._drain_seconds = drain_seconds
         self._sleep = sleep
-        self._num_open = 0
+        self.num_open = 0
         self._all_done = gevent.event.Event()
         self._all_done.set()
 
     def hear(self) -> None:
         """A signal to end. The second one ends at once; so does the first if nothing runs yet."""
         if self.is_announced or self._bridge.state is not State.READY:
-            log.info("ending at once, %d requests open", self._num_open)
+            log.info("ending at once, %d requests open", self.num_open)
             self._end()
             return
         self.is_announced = True
-        log.info("draining, %d requests open; a second signal ends at once", self._num_open)
+        log.info("draining, %d requests open; a second signal ends at once", self.num_open)
         gevent.spawn(self._run)
 
     def check(self) -> None:
@@ -76,7 +76,7 @@ class Drain:
         self._sleep(self._pre_drain_seconds)
         self.is_closed = True
         if not self._all_done.wait(self._drain_seconds):
-            log.warning("%d requests are not done in time and end with an error", self._num_open)
+            log.warning("%d requests are not done in time and end with an error", self.num_open)
         self._end()
 
     def _end(self) -> None:
@@ -84,10 +84,10 @@ class Drain:
         self._bridge.request_stop()
 
     def _open(self) -> None:
-        self._num_open += 1
+        self.num_open += 1
         self._all_done.clear()
 
     def _close(self) -> None:
-        self._num_open -= 1
-        if self._num_open == 0:
+        self.num_open -= 1
+        if self.num_open == 0:
             self._all_done.set()

@@ -1,8 +1,9 @@
 """`python -m tests.stub_server`: `python -m app` on a stub engine, which waits for files.
 
 `LOAD_GATE` holds the load until the file exists. `STEP_GATE` holds the steps of a full batch; until
-then each step takes 5 ms, so that one prompt a step is as fast as clients come. With `DEATH` the
-engine thread dies behind that gate. The heavy imports are the load's, as in the real server.
+then each step takes 5 ms, so that one prompt a step is as fast as clients come. With `DEATH_GATE`
+there is no engine but one that dies behind that gate. The heavy imports are the load's, as in the
+real server.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import app.service
 from app.__main__ import main
@@ -31,11 +32,27 @@ def wait_for_file(path: Path) -> None:
         time.sleep(_PACE_SECONDS)
 
 
+class Mortal:
+    """As much of an engine as its thread needs in order to die of it."""
+
+    is_idle = has_failed = False
+    num_steps = 0
+
+    def self_test(self) -> None:
+        pass
+
+    def step(self) -> None:
+        wait_for_file(Path(os.environ["DEATH_GATE"]))
+        raise SystemExit("a stub's death")
+
+
 class StubServer(Service):
     def _load(self) -> Engine:
         if "LOAD_GATE" in os.environ:
             self.bridge.pulse.enter("waiting for a file")
             wait_for_file(Path(os.environ["LOAD_GATE"]))
+        if "DEATH_GATE" in os.environ:
+            return cast("Engine", Mortal())
         from .engines import STUB_VOCAB, loaded_model, stub_engine
         from .services import CODEC
 
@@ -49,8 +66,6 @@ class StubServer(Service):
                 time.sleep(_PACE_SECONDS)
             if len(plan.decode) == num_rows:
                 wait_for_file(gate)
-                if "DEATH" in os.environ:
-                    raise SystemExit("a stub's death")
 
         stub.change = change
         return engine

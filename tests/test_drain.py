@@ -139,7 +139,7 @@ def test_requests_that_are_not_done_end_with_a_typed_error(
         gevent.spawn(post, client, prompt="b", max_tokens=50, stream=stream)
         for stream in (True, False)
     ]
-    until(lambda: service.drain._num_open == 3)
+    until(lambda: service.drain.num_open == 3)
     for _ in range(num_signals):
         service.drain.hear()
     if num_signals == 1:
@@ -170,11 +170,11 @@ def test_requests_are_counted_to_their_last_byte_however_they_end(service: StubS
     for body in ({"prompt": "a"}, {"prompt": "a", "stream": True}, {"prompt": 1}):
         post(client, **body)
     post(client, "/nowhere")
-    assert drain._num_open == 0
+    assert drain.num_open == 0
     response = client.post("/generate", json={"prompt": "a", "stream": True}, buffered=False)
-    assert drain._num_open == 1
+    assert drain.num_open == 1
     response.close()
-    assert drain._num_open == 0
+    assert drain.num_open == 0
 
 
 # --- as a process ---------------------------------------------------------------------------------
@@ -210,7 +210,6 @@ def servers(folder: Path) -> Iterator[dict[str, StubServer]]:
             for name, num_rows, environment in (
                 ("drain", NUM_ROWS, {}),
                 ("hurry", 2, {"DRAIN_SECONDS": "3600"}),
-                ("death", 2, {"DEATH": "1"}),
             )
         }
 
@@ -304,15 +303,14 @@ def test_signal_is_heard_where_the_parent_ignores_it(
         assert server.process.wait(5) == 0
 
 
-def test_death_of_the_engine_thread_ends_the_process_with_1_and_a_message(
-    servers: dict[str, StubServer], folder: Path
-) -> None:
-    server = servers["death"].wait_ready()
-    asked = fill(server, 2, 100)
-    (folder / "death" / "gate").touch()
-    answers = [read(raw) for raw in asked]
-    assert server.process.wait(15) == 1
-    server._reader.join()
-    assert "the engine thread has died" in server.log
-    assert 'cannot serve: SystemExit("a stub\'s death")' in server.log
-    assert all(b'"code":"model_failure"' in answer for answer in answers)
+def test_death_of_the_engine_thread_ends_the_process_with_1_and_a_message(tmp_path: Path) -> None:
+    """How its requests end is in test_bridge."""
+    gate = tmp_path / "gate"
+    names = {"DEATH_GATE": str(gate), "SERVED_MODEL_NAME": "stub"}
+    with stub_server(tmp_path / "model", 2, **names) as server:
+        server.wait_ready()
+        gate.touch()
+        assert server.process.wait(15) == 1
+        server._reader.join()
+        assert "the engine thread has died" in server.log
+        assert 'cannot serve: SystemExit("a stub\'s death")' in server.log
