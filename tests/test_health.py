@@ -131,10 +131,17 @@ def test_engine_that_turns_without_progress_is_not_ready(
     """A scheduler that never admits what waits."""
     engine: Any = service.bridge._engine
     has_free_row = engine._scheduler._has_free_row
-    engine._scheduler._has_free_row = lambda: False
+    turns: list[float] = []
+
+    def refuse() -> bool:
+        turns.append(clock.now)
+        return False
+
+    engine._scheduler._has_free_row = refuse
     job = gevent.spawn(client.post, "/generate", json={"prompt": "a", "max_tokens": 2})
     until(lambda: engine._scheduler.num_waiting)
     clock.now += LIMIT_SECONDS + 1
+    until(lambda: turns.count(clock.now) > 3)
     assert why_not_ready(client) == "the model hangs: no progress for 6 s"
     engine._scheduler._has_free_row = has_free_row
     assert job.get(timeout=20).status_code == 200
