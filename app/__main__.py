@@ -19,10 +19,15 @@ from .logs import set_up
 
 log = logging.getLogger("app")
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 def main() -> int:
     settings = read_settings()
     set_up(settings.log_level, settings.log_format)
+    # A container's first process gets only the signals that it asks for. Nothing to drain yet.
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: os._exit(0))
     # Settings are right: only now the slower imports.
     import gevent
 
@@ -38,17 +43,24 @@ def main() -> int:
     except OSError as error:
         print(f"HOST={settings.host} PORT={settings.port}: {error.strerror}", file=sys.stderr)
         return 2
-    for number in (signal.SIGTERM, signal.SIGINT):
-        gevent.signal_handler(number, service.bridge.request_stop)
+    for number in _SIGNALS:
+        gevent.signal_handler(number, service.drain.hear)
     service.bridge.start()
     server.start()
     log.info("listening on http://%s:%d", server.server_host, server.server_port)
     service.bridge.ended.wait()
     server.stop(timeout=1)
     if service.bridge.state is State.FAILED:
-        print(f"cannot serve: {service.bridge.failure}", file=sys.stderr)
+        print(f"cannot serve: {_told(service.bridge.failure)}", file=sys.stderr)
         return 2 if isinstance(service.bridge.failure, WrongSetting) else 1
     return 0
+
+
+def _told(failure: BaseException | None) -> str:
+    """A report is the whole message; other errors may have none."""
+    from .errors import UnservableModel
+
+    return str(failure) if isinstance(failure, UnservableModel) else repr(failure)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from .docs_page import docs_routes
-from .errors import ClientLeft, NotReady, PayloadTooLarge, ServeError, UnreadableBody, error_body
+from .errors import ClientLeft, PayloadTooLarge, ServeError, UnreadableBody, error_body
 from .generate_api import generate_routes
 from .http import begin_request, json_response, note
 from .openai_api import openai_routes
@@ -23,10 +23,16 @@ log = logging.getLogger(__name__)
 def create_app(service: Service) -> Flask:
     app = Flask(__name__, static_folder=None)
     app.url_map.merge_slashes = False  # `//` is another path, not one to be sent on from
+    app.wsgi_app = service.drain.counting(app.wsgi_app)  # type: ignore[method-assign]
     app.before_request(begin_request)
     app.register_blueprint(generate_routes(service))
     app.register_blueprint(openai_routes(service))
     app.register_blueprint(docs_routes())
+
+    @app.before_request
+    def take() -> None:
+        if request.method == "POST":
+            service.drain.check()
 
     @app.get("/health/live")
     def live() -> Response:
@@ -34,8 +40,7 @@ def create_app(service: Service) -> Flask:
 
     @app.get("/health/ready")
     def ready() -> Response:
-        if not service.bridge.is_ready:
-            raise NotReady(service.bridge.why_not_ready)
+        service.check_ready()
         return json_response({"status": "ready", "model": service.model_names[0]})
 
     @app.get("/info")
@@ -65,6 +70,8 @@ def create_app(service: Service) -> Flask:
     @app.after_request
     def tell(response: Response) -> Response:
         response.headers["X-Request-Id"] = g.request_id
+        if service.drain.is_announced:
+            response.headers["Connection"] = "close"  # the next request should go elsewhere
         note(request_id=g.request_id)
         return response
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import gc
+import logging
 import queue
 import sys
 import threading
@@ -24,15 +25,19 @@ import gevent.event
 from gevent.threadpool import ThreadPool
 
 from .errors import DeadlineExceeded, NotReady
+from .pulse import Pulse
 from .sequence import Advance, FinishReason, Sequence
 
 if TYPE_CHECKING:
     from .engine import Engine  # brings torch, which the hub does not wait for
 
+log = logging.getLogger(__name__)
+
 # The engine's Python and the hub share the GIL. The default of 5 ms lets every hub turn wait that
 # long; measured (DESIGN 6): health p99 falls with it.
 _SWITCH_INTERVAL_SECONDS = 0.0005
-_STOP_SECONDS = 10.0
+_STOP_SECONDS = 1.0  # for the step that runs: nobody waits for it any more
+_IDLE_TEST_SECONDS = 30.0
 _RETEST_SECONDS = 1.0
 
 # Threads for work off the hub. Each kind has its own, so that it waits for its like only: a grammar
@@ -88,7 +93,8 @@ class Bridge:
     ONNX Runtime builds its session: it holds the GIL, longer for a larger model.
     """
 
-    def __init__(self, load: Callable[[], Engine]) -> None:
+    def __init__(self, load: Callable[[], Engine], max_step_seconds: float = 60.0) -> None:
+        self.pulse = Pulse(max_step_seconds)
         self._load = load
         self._inbox: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
         self._outbox: deque[list[Advance] | State] = deque()
@@ -102,15 +108,27 @@ class Bridge:
 
     @property
     def is_ready(self) -> bool:
-        """The engine has produced a token, and its last two steps have not both failed."""
-        engine = self._engine
-        return self.state is State.READY and engine is not None and not engine.has_failed
+        return self.why_not_ready is None
 
     @property
-    def why_not_ready(self) -> str:
-        if self.state is State.READY:
-            return "the last steps of the model have failed"
-        return f"the model is {self.state.value}"
+    def why_not_ready(self) -> str | None:
+        """None if the engine has produced a token, its work goes on, and neither its last two steps
+        nor its last self-test failed."""
+        if self._engine is not None and self._engine.has_failed:
+            return self.why_not_served or "the last steps of the model have failed"
+        return self.why_not_served
+
+    @property
+    def why_not_served(self) -> str | None:
+        """Why a request would wait in vain; None if the engine would take it up. That its last
+        steps have failed is no reason: the next may well succeed."""
+        if self.state is State.LOADING:
+            return f"the model is loading: {self.pulse.stage}"
+        if self.state is not State.READY:
+            return f"the model is {self.state.value}"
+        if (seconds := self.pulse.stalled_seconds) is not None:
+            return f"the model hangs: no progress for {seconds:.0f} s"
+        return None
 
     def start(self) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
@@ -119,9 +137,9 @@ class Bridge:
 
     def submit(self, sequences: list[Sequence]) -> tuple[list[TokenStream], gevent.event.Event]:
         """Their streams, and the event that tells of news in any. Raises NotReady unless the
-        engine runs."""
-        if self.state is not State.READY:
-            raise NotReady(self.why_not_ready)
+        engine runs and gets on."""
+        if (reason := self.why_not_served) is not None:
+            raise NotReady(reason)
         arrival = gevent.event.Event()
         streams = [TokenStream(sequence, arrival) for sequence in sequences]
         for stream in streams:
@@ -154,7 +172,8 @@ class Bridge:
         return cast(T, result)
 
     def request_stop(self) -> None:
-        """Ends the engine thread after its current step; `ended` tells when it has.
+        """Ends every stream now, and the engine thread after its current step; `ended` tells when
+        it has.
 
         A load cannot be interrupted and is not waited for; nor is a step for more than
         `_STOP_SECONDS`.
@@ -164,6 +183,8 @@ class Bridge:
         was_loading = self.state is State.LOADING
         self.state = State.STOPPED
         self._inbox.put(None)
+        # A stop is no failure of the model: the client may ask another server.
+        self._end_streams(FinishReason.ABORT)
         if was_loading:
             self.ended.set()
         else:
@@ -189,19 +210,22 @@ class Bridge:
             self.state = state
         if state is State.READY:
             return
-        # A stop is no failure of the model: the client may ask another server.
-        reason = FinishReason.ERROR if state is State.FAILED else FinishReason.ABORT
+        if state is State.FAILED:
+            self._end_streams(FinishReason.ERROR)
+        self._wake.stop()
+        self.ended.set()
+
+    def _end_streams(self, reason: FinishReason) -> None:
         for sequence, stream in self._streams.items():
             stream.put(Advance(sequence, None, reason, "the server has stopped"))
         self._streams.clear()
-        self._wake.stop()
-        self.ended.set()
 
     # --- on the engine thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             engine = self._load()
+            self.pulse.enter("warming up")
             engine.self_test()
             self._engine = engine
             # What is loaded stays: keep it out of every later collection (DESIGN 6).
@@ -209,29 +233,45 @@ class Bridge:
             gc.freeze()
             self._post(State.READY)
             while self._take_in(engine):
+                num_steps = engine.num_steps
                 advances = engine.step()
+                if engine.num_steps > num_steps:
+                    self.pulse.beat()
                 if advances:
                     self._post(advances)
             self._post(State.STOPPED)
         except BaseException as error:
+            if self._engine is not None:
+                log.critical("the engine thread has died", exc_info=error)
             self.failure = error
             self._post(State.FAILED)
 
     def _take_in(self, engine: Engine) -> bool:
         """Moves new sequences into the engine, waiting for one if it is idle; False to stop."""
+        while True:
+            try:
+                sequence = self._wait(engine) if engine.is_idle else self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if sequence is None:
+                return False
+            engine.submit(sequence)
+
+    def _wait(self, engine: Engine) -> Sequence | None:
+        """What comes next; Empty after a self-test, for without requests nothing else would show
+        that the model works, or works again. It is a step of one token: nobody waits longer."""
+        self.pulse.rest()
         try:
-            while True:
-                # Where it is not ready, no request comes that could show that it works again.
-                timeout = _RETEST_SECONDS if engine.has_failed else None
-                sequence = self._inbox.get(engine.is_idle, timeout)
-                if sequence is None:
-                    return False
-                engine.submit(sequence)
+            return self._inbox.get(
+                timeout=_RETEST_SECONDS if engine.has_failed else _IDLE_TEST_SECONDS
+            )
         except queue.Empty:
-            if engine.is_idle:
-                with suppress(RuntimeError):
-                    engine.self_test()
-            return True
+            self.pulse.beat()
+            with suppress(RuntimeError):
+                engine.self_test()
+            raise
+        finally:
+            self.pulse.beat()
 
     def _post(self, item: list[Advance] | State) -> None:
         self._outbox.append(item)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import gevent
 
 from .detokenizer import Detokenizer
-from .errors import ClientLeft, DeadEnd, DeadlineExceeded, ModelFailure, NotReady
+from .errors import ClientLeft, DeadEnd, DeadlineExceeded, Draining, ModelFailure
 from .sequence import Advance, FinishReason, Sequence, TokenLogprobs
 from .stops import StopMatcher
 
@@ -63,7 +63,7 @@ class Completion:
         """What has come; None if that is nothing to tell.
 
         Raises ModelFailure if the engine failed, DeadEnd if the request left no token to
-        choose, NotReady if the server stops.
+        choose, Draining if the server stops.
         """
         text = ""
         for advance in self._stream.take():
@@ -100,7 +100,7 @@ class Completion:
         if reason is FinishReason.DEAD_END:
             raise DeadEnd(advance.error or "no token is permitted")
         if reason is FinishReason.ABORT:  # not by this client, which is still here
-            raise NotReady(advance.error or "the request was aborted")
+            raise Draining(advance.error or "the request was aborted")
         text = ""
         if advance.token_id is not None:
             self.num_tokens += 1
@@ -132,7 +132,7 @@ class Answer:
     choice one with a finish reason.
 
     Raises ModelFailure if the engine fails, DeadEnd if the request leaves no token to choose,
-    NotReady if the server stops, ClientLeft behind `leave`, DeadlineExceeded if `deadline_at` (of
+    Draining if the server stops, ClientLeft behind `leave`, DeadlineExceeded if `deadline_at` (of
     `time.monotonic`) passes before any choice has a token. At the deadline the engine stops also
     where nobody iterates: the reader may be waiting for a client that does not read.
     """

@@ -34,6 +34,9 @@ class Settings:
     prefill_chunk: int
     max_body_bytes: int
     max_timeout_ms: int
+    max_step_seconds: int
+    pre_drain_seconds: int
+    drain_seconds: int
     served_model_name: tuple[str, ...]
     log_level: str
     max_connections: int
@@ -189,6 +192,29 @@ OPTIONS: list[click.Parameter] = [
         "is no limit.",
         type=click.IntRange(0),
         default=3_600_000,
+    ),
+    _option(
+        "--max-step-seconds",
+        "max_step_seconds",
+        "Seconds without progress after which a model with work counts as hung: more than one "
+        "token, or one chunk of a prompt, may take.",
+        type=click.IntRange(1, 86_400),
+        default=60,
+    ),
+    _option(
+        "--pre-drain-seconds",
+        "pre_drain_seconds",
+        "Seconds after SIGTERM in which requests are still taken, though `/health/ready` says 503: "
+        "what a load balancer needs to notice.",
+        type=click.IntRange(0, 3600),
+        default=0,
+    ),
+    _option(
+        "--drain-seconds",
+        "drain_seconds",
+        "Seconds that open requests may then go on before they end with an error.",
+        type=click.IntRange(0, 86_400),
+        default=30,
     ),
     _option(
         "--served-model-name",

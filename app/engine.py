@@ -18,6 +18,16 @@ from .sequence import Advance, SamplingParams, Sequence, StepPlan
 
 log = logging.getLogger(__name__)
 
+_NUM_FAILED = 2  # steps in a row that tell of the model, not of a request
+_OUT_OF_MEMORY = (
+    "out of memory",  # CUDA, torch
+    "failed to allocate memory",  # ONNX Runtime's arena
+    "smaller than requested bytes",  # likewise, on CUDA
+    "can't allocate memory",  # torch on the CPU
+    "bad_alloc",
+    "bad allocation",
+)
+
 
 class Model(Protocol):
     """What the engine needs of a model; tests hand in their own."""
@@ -34,6 +44,7 @@ class Observer(Protocol):
     def advanced(self, sequence: Sequence, now: float) -> None: ...
     def finished(self, sequence: Sequence) -> None: ...
     def counted(self, num_waiting: int, num_running: int) -> None: ...
+    def limited(self, batch_limit: int) -> None: ...
 
 
 class Unobserved:
@@ -44,6 +55,7 @@ class Unobserved:
     def advanced(self, sequence: Sequence, now: float) -> None: ...
     def finished(self, sequence: Sequence) -> None: ...
     def counted(self, num_waiting: int, num_running: int) -> None: ...
+    def limited(self, batch_limit: int) -> None: ...
 
 
 class Engine:
@@ -65,6 +77,8 @@ class Engine:
         self._clock = clock
         self._masks = MaskWorker(num_threads)
         self._num_failed_steps = 0  # in a row
+        self.num_steps = 0  # that ran something, well or not
+        observer.limited(scheduler.batch_limit)
 
     @property
     def is_idle(self) -> bool:
@@ -72,8 +86,8 @@ class Engine:
 
     @property
     def has_failed(self) -> bool:
-        """The last two steps or more have failed."""
-        return self._num_failed_steps >= 2
+        """The last two steps or more have failed, or the last self-test."""
+        return self._num_failed_steps >= _NUM_FAILED
 
     def submit(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
@@ -85,6 +99,7 @@ class Engine:
         """
         started_at = self._clock()
         plan = self._scheduler.plan()
+        self.num_steps += not plan.is_empty
         try:
             advances = self._scheduler.commit(plan, self._run(plan))
             if not plan.is_empty:
@@ -101,12 +116,26 @@ class Engine:
         if plan.is_empty:
             return sample(np.empty((0, 1), np.float32), [])
         self._masks.start(plan.sampled)  # they are filled while the model runs
-        logits = self._model.forward(plan, self._cache)
+        logits = self._forward(plan)
         sampled = sample(logits, plan.sampled, self._masks.collect())
         if num_spoiled := int(np.count_nonzero(~sampled.is_finite)):
             log.error("logits are not finite in %d of %d rows", num_spoiled, len(logits))
             self._observer.spoiled(num_spoiled)
         return sampled
+
+    def _forward(self, plan: StepPlan) -> NDArray[np.float32]:
+        """Where memory runs out, once more in smaller runs. No token is lost or doubled by that:
+        only `commit` counts tokens as cached, and keys that a broken run has written already lie
+        where the same ones are written again."""
+        try:
+            return self._model.forward(plan, self._cache)
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+        # Behind the handler: the error holds on to what the broken run had in hand.
+        smaller = self._scheduler.shrink(plan)
+        log.warning("out of memory: a step runs again, %d rows at a time", smaller.rows_per_run)
+        return self._model.forward(smaller, self._cache)
 
     def _observe(self, plan: StepPlan, advances: list[Advance], started_at: float) -> None:
         now = self._clock()
@@ -124,9 +153,13 @@ class Engine:
         if not plan.is_empty:
             self._observer.stepped(plan)
         self._observer.counted(self._scheduler.num_waiting, self._scheduler.num_running)
+        self._observer.limited(self._scheduler.batch_limit)
 
     def self_test(self) -> None:
-        """Generates one token; raises RuntimeError if the model cannot."""
+        """Generates one token; raises RuntimeError if the model cannot.
+
+        A failure counts as more than a request's would: no client's input can be at fault.
+        """
         probe = Sequence("self-test", [0], SamplingParams(max_tokens=1, ignore_eos=True))
         observer, self._observer = self._observer, Unobserved()  # it is nobody's request
         self.submit(probe)
@@ -135,4 +168,12 @@ class Engine:
         self.step()  # drops its row
         self._observer = observer
         if probe.error is not None:
+            self._num_failed_steps = max(self._num_failed_steps, _NUM_FAILED)
             raise RuntimeError(f"the self-test failed: {probe.error}")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch, ONNX Runtime and CUDA have no exception in common: their words must tell."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error).lower() for words in _OUT_OF_MEMORY
+    )

@@ -17,7 +17,8 @@
     |-- HeadersTooLarge       431
     |-- ClientLeft            499  for the log: nobody is there to be told
     |-- DeadlineExceeded      504  no token within the request's time
-    |-- NotReady              503  loading, failed or shutting down
+    |-- NotReady              503  loading, hung or failed
+    |   `-- Draining          503  the server ends
     |-- TooManyConnections    503
     `-- ModelFailure          500  the model run failed for this request
     UnservableModel           the folder cannot be served correctly; ends the process at start
@@ -156,6 +157,10 @@ class NotReady(ServeError):
     status = 503
     type = "service_unavailable_error"
     code = "not_ready"
+
+
+class Draining(NotReady):
+    code = "draining"
 
 
 class TooManyConnections(ServeError):

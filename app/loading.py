@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,18 +46,25 @@ class LoadedModel:
     grammars: Grammars | None = None  # None: they cannot be made for this tokenizer
 
 
-def load(graph: Graph, settings: Settings, observer: Observer) -> tuple[Engine, LoadedModel]:
-    """Raises UnservableModel or WrongSetting, saying what is wrong and what to do."""
+def load(
+    graph: Graph, settings: Settings, observer: Observer, enter: Callable[[str], None]
+) -> tuple[Engine, LoadedModel]:
+    """`enter` hears of each stage. Raises UnservableModel or WrongSetting, saying what is wrong and
+    what to do."""
     folder = settings.model_path
     num_threads = settings.threads or available_cpus()
     probe = read_record(folder).probe
+    enter("reading the tokenizer")
     codec = TextCodec.load(folder)
+    enter("loading weights")
     model = OnnxModel.load(folder, settings.device, num_threads, graph)
     model.deterministic = settings.deterministic
     _check_fit(model, codec, settings)
     if probe is not None:
+        enter("probing")
         _run_probe(probe, model)
     eos_ids = _known_eos_ids(codec, model.spec.vocab_size)
+    enter("preparing to serve")
     cache = _make_cache(model, settings)
     scheduler = Scheduler(cache.num_rows, cache.max_len, settings.prefill_chunk, eos_ids)
     chat = ChatTemplate(codec)

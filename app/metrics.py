@@ -59,6 +59,9 @@ class Metrics:
             "e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_BUCKETS
         )
         self._batch = histogram("batch_size", "Rows that run in a step.", _BATCH_BUCKETS)
+        self._limit = gauge(
+            "batch_limit", "Most rows that may run: fewer for a while after memory ran out."
+        )
         self._running = gauge("num_requests_running", "Requests in the batch.")
         self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self._prompt = counter("prompt_tokens_total", "Prompt tokens read.")
@@ -76,7 +79,7 @@ class Metrics:
         )
 
     def stepped(self, plan: StepPlan) -> None:
-        self._batch.observe(len(plan.decode) + (plan.prefill is not None))
+        self._batch.observe(plan.num_rows)
         if plan.prefill is not None:
             self._prompt.inc(len(plan.prefill.token_ids))
 
@@ -103,6 +106,9 @@ class Metrics:
     def counted(self, num_waiting: int, num_running: int) -> None:
         self._waiting.set(num_waiting)
         self._running.set(num_running)
+
+    def limited(self, batch_limit: int) -> None:
+        self._limit.set(batch_limit)
 
     def rejected(self, code: str) -> None:
         self._rejected.labels(code).inc()

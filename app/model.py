@@ -145,9 +145,9 @@ class OnnxModel:
         if num_decode:
             ids = np.array([[s.last_token] for s in plan.decode], np.int64)  # (rows, 1)
             lengths = np.array([s.num_cached for s in plan.decode], np.int64)
-            rows_per_run = 1 if self.deterministic else num_decode
+            rows_per_run = 1 if self.deterministic else min(num_decode, plan.rows_per_run)
             for first in range(0, num_decode, rows_per_run):
-                rows = slice(first, first + rows_per_run)
+                rows = slice(first, min(first + rows_per_run, num_decode))
                 self._form.run(cache, Run(first, ids[rows], lengths[rows], self._logits[rows]))
         return self._logits[: len(plan.sampled)].float().numpy(force=True)
 

@@ -26,7 +26,7 @@ ERRORS = {
     413: "The body is larger than MAX_BODY_BYTES.",
     415: "The Content-Type is not application/json.",
     500: "The model, or the server, failed on this request.",
-    503: "The model is loading or has failed, or the server stops.",
+    503: "The model is loading, hangs or has failed (not_ready), or the server ends (draining).",
     504: "The request's time was over before its first token.",
 }
 _ABOUT = (

@@ -141,7 +141,7 @@ ROUTES: tuple[Route, ...] = (
         "GET",
         "/health/ready",
         "Server",
-        "200 once the model has produced a token, 503 before and while it fails.",
+        "200 if requests should come here, else 503 with the reason.",
         reply=responses.ReadyReply,
         errors=(400, *_SERVED),
     ),

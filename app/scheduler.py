@@ -10,7 +10,9 @@ and the prefill closes up.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
+from .batch_limit import BatchLimit
 from .repetition import extend_runs, num_repeats
 from .sampler import Sampled
 from .sequence import (
@@ -37,7 +39,7 @@ class Scheduler:
     def __init__(
         self, max_batch_size: int, max_model_len: int, prefill_chunk: int, eos_ids: frozenset[int]
     ) -> None:
-        self._max_batch_size = max_batch_size
+        self._limit = BatchLimit(max_batch_size)
         self._max_model_len = max_model_len
         self._prefill_chunk = prefill_chunk
         self._eos_ids = eos_ids
@@ -54,6 +56,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._decoding) + (self._prefilling is not None)
+
+    @property
+    def batch_limit(self) -> int:
+        """Most rows that run together: fewer than at first once memory has run out."""
+        return self._limit.value
 
     @property
     def is_idle(self) -> bool:
@@ -74,7 +81,13 @@ class Scheduler:
             self._prefilling = self._waiting.popleft()
             self._prefilling.status = Status.RUNNING
             self._prefill_row = len(self._decoding)
-        return StepPlan(moves, self._next_chunk(), list(self._decoding))
+        return StepPlan(moves, self._next_chunk(), list(self._decoding), self.batch_limit)
+
+    def shrink(self, plan: StepPlan) -> StepPlan:
+        """Memory ran out in `plan`: halves the batch limit; the same step, in runs of so many rows.
+        Its moves are made already."""
+        self._limit.halve(min(plan.rows_per_run, plan.num_rows))
+        return replace(plan, moves=[], rows_per_run=self.batch_limit)
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> list[Advance]:
         """Records what the step brought; the advances of all sequences that it changed."""
@@ -85,6 +98,8 @@ class Scheduler:
                 self._prefilling = None
         for sequence in plan.decode:
             sequence.num_cached += 1
+        if not plan.is_empty:
+            self._limit.recover()
         advances = self._take_ended()
         for row, sequence in enumerate(plan.sampled):
             if not sampled.is_finite[row]:
@@ -117,7 +132,7 @@ class Scheduler:
         return Advance(sequence, token_id, sequence.finish_reason, logprobs=logprobs)
 
     def _has_free_row(self) -> bool:
-        return self.num_running < self._max_batch_size
+        return self.num_running < self.batch_limit
 
     def _next_chunk(self) -> PrefillChunk | None:
         sequence = self._prefilling

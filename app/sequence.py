@@ -152,7 +152,8 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: first `moves`, then at most one prefill run, then one decode run.
+    """One step: first `moves`, then at most one prefill run, then decode runs of at most
+    `rows_per_run` rows: one, unless memory has run out.
 
     The sequence `decode[r]` lies in row r of the cache; a prefill lies right behind them.
     """
@@ -160,6 +161,11 @@ class StepPlan:
     moves: list[Move]
     prefill: PrefillChunk | None
     decode: list[Sequence]
+    rows_per_run: int = 1 << 30
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decode) + (self.prefill is not None)
 
     @property
     def sampled(self) -> list[Sequence]:

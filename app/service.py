@@ -19,7 +19,8 @@ from .bridge import Bridge, State
 from .completion import Answer, Completion
 from .config import Settings
 from .departure import Departure
-from .errors import InvalidRequest, NotReady
+from .drain import Drain
+from .errors import Draining, InvalidRequest, NotReady
 from .limits import (
     check_logprobs,
     check_min_tokens,
@@ -72,7 +73,8 @@ class Service:
         self.settings = settings
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry)
-        self.bridge = Bridge(self._load)
+        self.bridge = Bridge(self._load, settings.max_step_seconds)
+        self.drain = Drain(self.bridge, settings.pre_drain_seconds, settings.drain_seconds)
         self._model: LoadedModel | None = None
 
     @property
@@ -82,8 +84,15 @@ class Service:
         Failed steps do not count here: the next request may well succeed.
         """
         if self._model is None or self.bridge.state is not State.READY:
-            raise NotReady(self.bridge.why_not_ready)
+            raise NotReady(self.bridge.why_not_served or "the model is not loaded")
         return self._model
+
+    def check_ready(self) -> None:
+        """Raises NotReady, with the reason, if no more requests should be sent here."""
+        if self.drain.is_announced:
+            raise Draining("the server is draining: it ends once its requests are done")
+        if (reason := self.bridge.why_not_ready) is not None:
+            raise NotReady(reason)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -203,11 +212,14 @@ class Service:
     def _load(self) -> Engine:
         from .graph import read_graph
 
+        enter = self.bridge.pulse.enter
         started_at = time.monotonic()
+        enter("reading the graph")
         graph = read_graph(self.settings.model_path)
 
+        enter("importing libraries")
         from .loading import load  # seconds: a missing file has been told by now
 
-        engine, self._model = load(graph, self.settings, self.metrics)
+        engine, self._model = load(graph, self.settings, self.metrics, enter)
         log.info("loaded %s in %.1f s", self._model.info, time.monotonic() - started_at)
         return engine

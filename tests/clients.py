@@ -122,7 +122,7 @@ def failing_at(step: int) -> Callable[[StepPlan], None]:
 
     def fail(plan: StepPlan) -> None:
         if next(steps) == step:
-            raise RuntimeError("out of memory")
+            raise RuntimeError("the device is lost")
 
     return fail
 
@@ -133,7 +133,7 @@ def failing_after(event: threading.Event) -> Callable[[StepPlan], None]:
     def fail(plan: StepPlan) -> None:
         if plan.decode:
             assert event.wait(20)
-            raise RuntimeError("out of memory")
+            raise RuntimeError("the device is lost")
 
     return fail
 

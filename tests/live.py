@@ -24,12 +24,14 @@ LISTENING = re.compile(r"listening on (http://[\w.:\[\]]+)")
 class LiveServer:
     """`python -m app` on a free port of the loopback interface. Use as a context manager."""
 
+    module = "app"
+
     def __init__(self, model: Path, *arguments: str, **environment: str) -> None:
         self._lines: list[str] = []
         names = {option.envvar for option in OPTIONS}
         inherited = {name: value for name, value in os.environ.items() if name not in names}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "app", "--host", "127.0.0.1", "--port", "0", *arguments],
+            [sys.executable, "-m", self.module, "--host", "127.0.0.1", "--port", "0", *arguments],
             cwd=ROOT,
             env=inherited | {"MODEL_PATH": str(model)} | environment,
             stderr=subprocess.PIPE,

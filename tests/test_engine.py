@@ -106,7 +106,7 @@ def test_model_failure_costs_only_the_sequences_of_that_step() -> None:
 
     def fail_once(plan: object, logits: object) -> None:
         model.change = lambda plan, logits: None
-        raise RuntimeError("out of memory")
+        raise RuntimeError("the device is lost")
 
     model.change = fail_once
     answers(engine, [failing, waiting])

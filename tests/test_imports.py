@@ -23,6 +23,8 @@ OWN: dict[str, set[str]] = {
     "logs": set(),
     "machine": set(),
     "repetition": set(),
+    "pulse": set(),
+    "batch_limit": set(),
     "stops": set(),
     "precision": set(),
     # the model folder, as far as it can be read without its weights
@@ -40,7 +42,7 @@ OWN: dict[str, set[str]] = {
     "edits": {"sequence"},
     "logprobs": {"candidates", "sequence"},
     "sampler": {"candidates", "edits", "logprobs", "sequence"},
-    "scheduler": {"repetition", "sampler", "sequence"},
+    "scheduler": {"batch_limit", "repetition", "sampler", "sequence"},
     "form": {"graph", "kv_cache"},
     "fused": {"form", "graph", "kv_cache"},
     "portable": {"errors", "form", "kv_cache"},
@@ -69,7 +71,8 @@ OWN: dict[str, set[str]] = {
     "metrics": {"sequence"},
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"kv_cache", "masks", "sampler", "scheduler", "sequence"},
-    "bridge": {"engine", "errors", "sequence"},
+    "bridge": {"engine", "errors", "pulse", "sequence"},
+    "drain": {"bridge", "errors"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
     "completion": {"bridge", "detokenizer", "errors", "sequence", "stops"},
     # HTTP
@@ -95,7 +98,7 @@ OWN: dict[str, set[str]] = {
     },
     "service": {
         *{"bridge", "completion", "config", "engine", "errors", "graph", "loading", "metrics"},
-        *{"chat", "departure", "fields", "grammar", "limits", "sequence", "tools"},
+        *{"chat", "departure", "drain", "fields", "grammar", "limits", "sequence", "tools"},
     },
     "http": {
         *{"access", "completion", "config", "departure", "errors", "limits", "protocol", "replies"},
@@ -116,7 +119,8 @@ DOORS: dict[str, set[str]] = {
     "click": {"config", "edge_options"},
     "flask": {"api", "docs_page", "edge", "generate_api", "http", "openai_api"},
     "gevent": {
-        *{"__main__", "bridge", "completion", "connection", "departure", "edge", "framing"},
+        *{"__main__", "bridge", "completion", "connection", "departure", "drain", "edge"},
+        *{"framing"},
     },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar", "masks"},
@@ -139,7 +143,7 @@ DOORS: dict[str, set[str]] = {
     "tokenizers": {"detokenizer", "grammar", "plain", "text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
     "transformers": {"ends", "text"},
-    "werkzeug": {"api"},
+    "werkzeug": {"api", "drain"},
 }
 
 

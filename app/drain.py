@@ -1,0 +1,93 @@
+"""From the first signal to the exit: not ready at once, refusing later, ended when all is done.
+
+Belongs to the hub. It counts the requests that carry work (POST) from their head to the last byte
+of their answer, and so knows of what the engine does not: prompts in the tokenizer, answers being
+written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import gevent
+import gevent.event
+from werkzeug.wsgi import ClosingIterator
+
+from .bridge import Bridge, State
+from .errors import Draining
+
+log = logging.getLogger(__name__)
+
+
+class Drain:
+    """`pre_drain_seconds`: how long requests are still taken after the signal, for whoever routes
+    them takes time to hear of it. `drain_seconds`: how long then the last of them may run."""
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        pre_drain_seconds: float,
+        drain_seconds: float,
+        sleep: Callable[[float], object] = gevent.sleep,
+    ) -> None:
+        self.is_announced = False  # not ready any more
+        self.is_closed = False  # no request is taken any more
+        self._bridge = bridge
+        self._pre_drain_seconds = pre_drain_seconds
+        self._drain_seconds = drain_seconds
+        self._sleep = sleep
+        self.num_open = 0
+        self._all_done = gevent.event.Event()
+        self._all_done.set()
+
+    def hear(self) -> None:
+        """A signal to end. The second one ends at once; so does the first if nothing runs yet."""
+        if self.is_announced or self._bridge.state is not State.READY:
+            log.info("ending at once, %d requests open", self.num_open)
+            self._end()
+            return
+        self.is_announced = True
+        log.info("draining, %d requests open; a second signal ends at once", self.num_open)
+        gevent.spawn(self._run)
+
+    def check(self) -> None:
+        """Raises Draining if no request is taken any more."""
+        if self.is_closed:
+            raise Draining("the server is draining: it ends, and takes no more requests")
+
+    def counting(self, app: Any) -> Any:
+        """A WSGI app: `app`, its requests counted until their answers are closed."""
+
+        def counted(environ: dict[str, Any], start_response: Any) -> Any:
+            if environ["REQUEST_METHOD"] != "POST":
+                return app(environ, start_response)
+            self._open()
+            try:
+                return ClosingIterator(app(environ, start_response), self._close)
+            except BaseException:
+                self._close()
+                raise
+
+        return counted
+
+    def _run(self) -> None:
+        self._sleep(self._pre_drain_seconds)
+        self.is_closed = True
+        if not self._all_done.wait(self._drain_seconds):
+            log.warning("%d requests are not done in time and end with an error", self.num_open)
+        self._end()
+
+    def _end(self) -> None:
+        self.is_announced = self.is_closed = True
+        self._bridge.request_stop()
+
+    def _open(self) -> None:
+        self.num_open += 1
+        self._all_done.clear()
+
+    def _close(self) -> None:
+        self.num_open -= 1
+        if self.num_open == 0:
+            self._all_done.set()

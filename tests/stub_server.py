@@ -1,0 +1,79 @@
+"""`python -m tests.stub_server`: `python -m app` on a stub engine, which waits for files.
+
+`LOAD_GATE` holds the load until the file exists. `STEP_GATE` holds the steps of a full batch; until
+then each step takes 5 ms, so that one prompt a step is as fast as clients come. With `DEATH_GATE`
+there is no engine but one that dies behind that gate. The heavy imports are the load's, as in the
+real server.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import app.service
+from app.__main__ import main
+from app.service import Service
+
+if TYPE_CHECKING:
+    from app.engine import Engine
+    from app.sequence import StepPlan
+
+_GIVE_UP_SECONDS = 60.0
+_PACE_SECONDS = 0.005
+
+
+def wait_for_file(path: Path) -> None:
+    give_up_at = time.monotonic() + _GIVE_UP_SECONDS
+    while not path.exists() and time.monotonic() < give_up_at:
+        time.sleep(_PACE_SECONDS)
+
+
+class Mortal:
+    """As much of an engine as its thread needs in order to die of it."""
+
+    is_idle = has_failed = False
+    num_steps = 0
+
+    def self_test(self) -> None:
+        pass
+
+    def step(self) -> None:
+        wait_for_file(Path(os.environ["DEATH_GATE"]))
+        raise SystemExit("a stub's death")
+
+
+class StubServer(Service):
+    def _load(self) -> Engine:
+        if "LOAD_GATE" in os.environ:
+            self.bridge.pulse.enter("waiting for a file")
+            wait_for_file(Path(os.environ["LOAD_GATE"]))
+        if "DEATH_GATE" in os.environ:
+            return cast("Engine", Mortal())
+        from .engines import STUB_VOCAB, loaded_model, stub_engine
+        from .services import CODEC
+
+        num_rows, max_len = self.settings.max_batch_size, self.settings.max_model_len
+        engine, stub = stub_engine(num_rows, max_len, observer=self.metrics)
+        self._model = loaded_model("stub", CODEC, max_len, STUB_VOCAB)
+        gate = Path(os.environ.get("STEP_GATE", os.devnull))
+
+        def change(plan: StepPlan, logits: Any) -> None:
+            if not gate.exists():
+                time.sleep(_PACE_SECONDS)
+            if len(plan.decode) == num_rows:
+                wait_for_file(gate)
+
+        stub.change = change
+        return engine
+
+
+if __name__ == "__main__":
+    app.service.Service = StubServer  # type: ignore[misc]
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
