@@ -49,6 +49,7 @@ def candidates(
 
     The order is vLLM's (v1/sample/sampler.py): temperature, min-p, top-k, top-p, each of what the
     one before has left. As min-p and top-k both keep the likeliest, these two may be swapped.
+    Top-k leaves k tokens: of ties the lower ids, where vLLM and transformers keep them all.
 
     `top`, finite, is the largest of `logits`, shape (vocab,). The temperature is not 0. The weights
     may lie in `scratch`, of the same shape.

@@ -141,7 +141,8 @@ class _Seen:
         if (penalty := params.repetition_penalty) != 1:
             values = np.where(values < 0, values * penalty, values / penalty)
         values -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-        return np.minimum(values, _LARGEST)  # a penalty below 1 must not make an infinity
+        # A penalty must not make an infinity, nor forbid a token.
+        return np.where(np.isfinite(logits), np.clip(values, -_LARGEST, _LARGEST), values)
 
 
 def _has_penalty(params: SamplingParams) -> bool:

@@ -67,7 +67,9 @@ class Metrics:
         self._prompt = counter("prompt_tokens_total", "Prompt tokens read.")
         self._generated = counter("generation_tokens_total", "Tokens generated.")
         self._success = counter(
-            "request_success_total", "Requests ended by the engine.", ("finish_reason",)
+            "request_success_total",
+            "Choices (of a request, n) ended by the engine.",
+            ("finish_reason",),
         )
         self._spoiled = counter(
             "non_finite_logits_total", "Requests failed by logits that were not finite."

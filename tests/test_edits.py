@@ -187,6 +187,10 @@ def test_penalty_below_1_makes_no_infinity() -> None:
     assert math.isfinite(edit_row([3e38, 0.0], make([0], [], repetition_penalty=0.01))[0])
 
 
+def test_penalty_above_1_forbids_no_token() -> None:
+    assert math.isfinite(edit_row([-3e38, 0.0], make([0], [], repetition_penalty=2.0))[0])
+
+
 @pytest.mark.parametrize("penalty", [1.1, 1.3, 0.7])
 def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     rng = np.random.default_rng(1)
