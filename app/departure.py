@@ -43,6 +43,10 @@ class Departure:
 
     def __exit__(self, *_: object) -> None:
         self._stop()
+        self.forget()
+
+    def forget(self) -> None:
+        """Nobody is to be called any more: the answer need not be kept for it."""
         self._on_leave = None
 
     def watch(self) -> None:

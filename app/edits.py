@@ -136,13 +136,17 @@ class _Seen:
         penalties"), of the answer's tokens only, as in vLLM: logit - count * frequency_penalty
         - (count > 0) * presence_penalty.
         """
-        counts = np.frombuffer(self._counts, np.float64)
         values = logits.astype(np.float64)
         if (penalty := params.repetition_penalty) != 1:
             values = np.where(values < 0, values * penalty, values / penalty)
-        values -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        if params.frequency_penalty:
+            values -= params.frequency_penalty * np.frombuffer(self._counts, np.float64)
+        if params.presence_penalty:
+            values -= params.presence_penalty * (np.frombuffer(self._counts, np.float64) > 0)
         # A penalty must not make an infinity, nor forbid a token.
-        return np.where(np.isfinite(logits), np.clip(values, -_LARGEST, _LARGEST), values)
+        if np.abs(values).max(initial=0) > _LARGEST:
+            values = np.where(np.isfinite(logits), np.clip(values, -_LARGEST, _LARGEST), values)
+        return values
 
 
 def _has_penalty(params: SamplingParams) -> bool:

@@ -79,6 +79,7 @@ def send_whole(answer: Answer, frame: Callable[[Iterable[Indexed]], dict[str, An
         return json_response(frame(answer))
     finally:
         answer.abort()  # nothing to do but after a failure
+        g.departure.forget()
         _tell(answer)
 
 

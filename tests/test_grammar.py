@@ -480,7 +480,7 @@ def test_step_whose_model_raises_leaves_the_next_one_alone() -> None:
         def forward(self, plan: StepPlan, cache: TokenCache) -> NDArray[np.float32]:
             self.num_steps += 1
             if self.num_steps == 3:
-                raise RuntimeError("out of memory")
+                raise RuntimeError("the device is lost")
             return super().forward(plan, cache)
 
     scheduler = Scheduler(4, 512, 512, EOS["bytes"])
