@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,11 +33,7 @@ def edits_of(sequence: Sequence) -> Edits:
 
 class Edits:
     """A sequence's parameters as arrays, and which tokens it has seen how often. A step costs what
-    is new in it, not what is long in the request.
-
-    `apply`, then `undo` once the row's token is chosen: a row is edited in place, for to copy it
-    takes as long as to add it up, and is what it was afterwards.
-    """
+    is new in it, not what is long in the request."""
 
     def __init__(self, params: SamplingParams) -> None:
         allowed = params.allowed_token_ids
@@ -48,52 +43,43 @@ class Edits:
         self._bias = np.array([*params.logit_bias.values()], np.float32)
         self._params = params
         self._seen = _Seen() if _has_penalty(params) else None
-        self._undo: list[tuple[NDArray[np.int64], Logits]] = []
+        self._is_needed = (
+            allowed is not None
+            or len(self._banned) + len(self._biased) > 0
+            or self._seen is not None
+        )
 
     def apply(
-        self, logits: Logits, top_id: int, sequence: Sequence, mask: Mask | None, scratch: Logits
-    ) -> tuple[Logits, int]:
-        """The row as the request wants it, and the id of its largest: `logits` itself, or
-        `scratch`, filled, if only some tokens are permitted. `top_id` is that of `logits`.
+        self, logits: Logits, sequence: Sequence, mask: Mask | None, scratch: Logits
+    ) -> Logits:
+        """The row as the request wants it: `logits` itself if there is nothing to do, else
+        `scratch`, filled.
 
         Bit i of word w of `mask`, the lowest first, permits token 32 w + i; tokens behind its end
         are forbidden.
         """
-        self._undo.clear()  # of a step that failed
-        row, top = logits, logits[top_id]
-        if mask is not None:
-            row = _forbid_unmasked(logits, mask, scratch)
+        is_short = len(sequence.output_ids) < self._params.min_tokens and sequence.end_ids
+        if not (self._is_needed or is_short or mask is not None):
+            return logits
+        if mask is None:
+            np.copyto(scratch, logits)
+        else:
+            _forbid_unmasked(logits, mask, scratch)
         if self._allowed is not None:
-            kept = row[self._allowed]
-            row = scratch
-            row.fill(-np.inf)
-            row[self._allowed] = kept
+            kept = scratch[self._allowed]
+            scratch.fill(-np.inf)
+            scratch[self._allowed] = kept
         if len(self._banned):
-            self._set(row, self._banned, -np.inf)
-        if len(sequence.output_ids) < self._params.min_tokens:
-            ends = [id_ for id_ in sequence.end_ids if id_ < len(row)]
-            self._set(row, np.array(ends, np.int64), -np.inf)
+            scratch[self._banned] = -np.inf
+        if is_short:
+            scratch[[id_ for id_ in sequence.end_ids if id_ < len(scratch)]] = -np.inf
         if len(self._biased):
-            self._set(row, self._biased, row[self._biased] + self._bias)
+            scratch[self._biased] += self._bias
         if self._seen is not None:
             self._seen.update(sequence)
             ids = self._seen.ids
-            self._set(row, ids, self._seen.penalized(row[ids], self._params))
-        if row is logits and (row[top_id] == top and self._max_set(row) < top):
-            return row, top_id
-        return row, int(row.argmax())
-
-    def undo(self, logits: Logits) -> None:
-        while self._undo:
-            ids, values = self._undo.pop()
-            logits[ids] = values
-
-    def _set(self, row: Logits, ids: NDArray[np.int64], values: NDArray[Any] | float) -> None:
-        self._undo.append((ids, row[ids]))
-        row[ids] = values
-
-    def _max_set(self, row: Logits) -> float:
-        return max((float(row[ids].max(initial=-np.inf)) for ids, _ in self._undo), default=-np.inf)
+            scratch[ids] = self._seen.penalized(scratch[ids], self._params)
+        return scratch
 
 
 class _Seen:
@@ -158,8 +144,8 @@ def _ids(ids: Collection[int]) -> NDArray[np.int64]:
     return np.fromiter(ids, np.int64, len(ids))
 
 
-def _forbid_unmasked(logits: Logits, mask: Mask, edited: Logits) -> Logits:
-    """`logits` of what `mask` permits, and minus infinity, in `edited`."""
+def _forbid_unmasked(logits: Logits, mask: Mask, edited: Logits) -> None:
+    """`logits` of what `mask` permits, and minus infinity, into `edited`."""
     num_bytes = min(4 * len(mask), len(logits) // 8)
     octets = mask.astype("<u4", copy=False).view(np.uint8)
     end = 8 * num_bytes
@@ -170,4 +156,3 @@ def _forbid_unmasked(logits: Logits, mask: Mask, edited: Logits) -> Logits:
     for id_ in range(end, min(len(logits), 32 * len(mask))):
         if octets[id_ // 8] >> id_ % 8 & 1:
             edited[id_] = logits[id_]
-    return edited

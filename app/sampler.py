@@ -62,16 +62,15 @@ def sample(
     with np.errstate(over="ignore", under="ignore"):
         for row in is_finite.nonzero()[0].tolist():
             sequence, params = sequences[row], sequences[row].params
-            raw, edits = logits[row], edits_of(sequence)
-            edited, token_id = edits.apply(
-                raw, int(token_ids[row]), sequence, masks.get(row), edited_row
-            )
-            top = float(edited[token_id])
-            has_choice[row] = top > -np.inf
+            raw, token_id, top = logits[row], int(token_ids[row]), float(tops[row])
+            edited = edits_of(sequence).apply(raw, sequence, masks.get(row), edited_row)
+            if edited is not raw:
+                token_id = int(edited.argmax())
+                top = float(edited[token_id])
+                has_choice[row] = top > -np.inf
             if has_choice[row] and params.temperature > 0:
                 draw = uniform(params.seed, step=len(sequence.output_ids))
                 token_id = draw_token(edited, top, params, draw, work_row)
-            edits.undo(edited)
             token_ids[row] = token_id
             if has_choice[row] and (number := params.num_logprobs) is not None:
                 logprobs[row] = log_probabilities(raw, float(tops[row]), token_id, number, work_row)
