@@ -24,6 +24,7 @@ _MAX_INTEGER = 2**53  # llguidance reads numbers as doubles
 # blanks until its tokens are over. No \uXXXX: the name of a property could be written in many ways.
 ESCAPES = 'nrbtf\\"'
 _OPTIONS = {"whitespace_pattern": r"( |\n {0,16})", "json_allowed_escapes": ESCAPES}
+_UNWRITABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f]")  # without \uXXXX
 # Without bounds a number could have an exponent that makes it infinite.
 _MAX_NUMBER = 1e18  # llguidance takes no larger bounds
 
@@ -192,6 +193,11 @@ def _check_values(schema: dict[str, Any]) -> None:
     format_ = schema.get("format")
     if format_ is not None and format_ not in FORMATS:
         raise ValueError(f"Unknown format: {format_}; these are: {', '.join(sorted(FORMATS))}")
+    written = [schema.get(key) for key in ("const", "enum", "required")]
+    written += [list(schema.get(key, ())) for key in ("properties", "patternProperties")]
+    if unwritable := _UNWRITABLE.search("".join(_strings(written))):
+        code = f"U+{ord(unwritable[0]):04X}"
+        raise ValueError(f"the control character {code} in a value or a name is not supported")
     # One property written twice would count as two.
     least, required = schema.get("minProperties", 0), schema.get("required", ())
     if isinstance(least, int) and isinstance(required, list | tuple):
@@ -200,6 +206,17 @@ def _check_values(schema: dict[str, Any]) -> None:
             raise ValueError(
                 f"minProperties: {least} is more than the {num_required} that required ensures"
             )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All that are in a JSON value, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+    elif isinstance(value, dict):
+        yield from _strings([*value, *value.values()])
 
 
 def _has_large_integer(value: Any) -> bool:

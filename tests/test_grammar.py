@@ -290,11 +290,18 @@ def test_number_has_no_exponent_that_could_make_it_infinite() -> None:
     assert not takes(grammar, "5e0719")
 
 
+def writable(**sizes: int) -> st.SearchStrategy[str]:
+    """Text without control characters that only an escape by number could write."""
+    escapes = "\b\t\n\f\r"
+    others = st.characters(min_codepoint=0x20, exclude_categories=["Cs"])
+    return st.text(others | st.sampled_from(escapes), **sizes)
+
+
 def small_schemas() -> st.SearchStrategy[dict[str, Any]]:
     leaves: st.SearchStrategy[dict[str, Any]] = st.one_of(
         st.just({"type": "boolean"}),
         st.lists(
-            st.one_of(st.text(max_size=4), st.integers(-(2**53), 2**53), st.none()),
+            st.one_of(writable(max_size=4), st.integers(-(2**53), 2**53), st.none()),
             min_size=1,
             max_size=3,
         ).map(lambda values: {"enum": values}),
@@ -310,7 +317,7 @@ def small_schemas() -> st.SearchStrategy[dict[str, Any]]:
 
 def grow(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
     arrays = inner.map(lambda items: {"type": "array", "items": items, "maxItems": 2})
-    objects = st.dictionaries(st.text(max_size=3), inner, min_size=1, max_size=3).flatmap(
+    objects = st.dictionaries(writable(max_size=3), inner, min_size=1, max_size=3).flatmap(
         lambda properties: st.sets(st.sampled_from(sorted(properties))).map(
             lambda required: {
                 "type": "object",
@@ -611,6 +618,8 @@ REFUSED: dict[str, tuple[Callable[[], Grammar], str]] = {
         "[ inside [...]",
     ),
     "multiple": (lambda: G.json_schema({"type": "integer", "multipleOf": 99999999}, "x"), "digits"),
+    "control character": (lambda: G.json_schema({"enum": ["0\x1f"]}, "x"), "U+001F"),
+    "control name": (lambda: G.json_schema({"properties": {"\x00": {}}}, "x"), "U+0000"),
     "large integer": (lambda: G.json_schema({"enum": [1, {"a": 2**53 + 1}]}, "x"), "2**53"),
     "regex": (lambda: G.regex("(a", "x"), "unclosed group"),
     "look-ahead": (lambda: G.regex("(?=a)b", "x"), "look-around"),
