@@ -19,10 +19,11 @@ from .replies import event, logprobs, timings, usage
 from .sequence import FinishReason
 
 if TYPE_CHECKING:
+    from .call_json import ToolCall
     from .completion import Answer, Delta, Token
     from .replies import Indexed
     from .text import TextCodec
-    from .tool_calls import ToolCall, ToolParser
+    from .tool_calls import ToolParser
 
 DONE = b"data: [DONE]\n\n"
 

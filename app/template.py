@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .tool_calls import ToolCall, ToolParser
+from .call_json import ToolCall
+from .tool_calls import ToolParser
 from .tools import HERMES, LLAMA, MISTRAL, PHI4, ToolFormat, as_json, instructions, response
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

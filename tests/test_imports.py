@@ -57,9 +57,10 @@ OWN: dict[str, set[str]] = {
     "text": {"control", "detokenizer", "ends", "errors", "plain"},
     # conversations and tools
     "tools": set(),
-    "tool_calls": {"stops", "tools"},
+    "call_json": set(),
+    "tool_calls": {"call_json", "stops", "tools"},
     "tool_grammar": {"schema", "tools"},
-    "template": {"tool_calls", "tools"},
+    "template": {"call_json", "tool_calls", "tools"},
     "chat": {"control", "errors", "template", "text", "tools"},
     "patterns": set(),
     "schema": {"patterns"},
@@ -87,7 +88,9 @@ OWN: dict[str, set[str]] = {
     "limits": {"errors", "fields"},
     "replies": {"completion", "errors", "text"},
     "generate_replies": {"completion", "replies", "text"},
-    "openai_replies": {"completion", "replies", "sequence", "text", "tool_calls"},
+    "openai_replies": {
+        *{"call_json", "completion", "replies", "sequence", "text", "tool_calls"},
+    },
     "responses": set(),
     "routes": {"generate_requests", "openai_requests", "responses"},
     "openapi": {"http", "limits", "responses", "routes"},

@@ -13,6 +13,8 @@ from app import candidates, sampler
 from app.sampler import sample, uniform
 from app.sequence import SamplingParams, Sequence
 
+from .sampling import distribution
+
 Row = list[float]
 EXACT = candidates._MAX_EXACT  # longer rows have their weights in float32
 ROUNDING = 1e-12
@@ -63,30 +65,6 @@ def choose(rows: list[Row], sequences: list[Sequence]) -> list[int | None]:
 
 def choose_one(values: Row, num_output: int = 0, **fields: Any) -> int | None:
     return choose([values], [sequence(SamplingParams(9, **fields), num_output)])[0]
-
-
-def reference(
-    values: Row, temperature: float, top_k: int, top_p: float, slack: float = 0.0
-) -> dict[int, float]:
-    """The tokens that may be chosen, with their probabilities, likeliest first.
-
-    Top-k keeps the k largest logits; top-p the smallest set of the likeliest among those whose
-    share reaches p, or p by `slack` more. Equal tokens rank by their id.
-    """
-    ranked = sorted(range(len(values)), key=lambda id_: (-values[id_], id_))
-    if top_k > 0:
-        ranked = ranked[:top_k]
-    top = values[ranked[0]]
-    weights = {id_: math.exp((values[id_] - top) / temperature) for id_ in ranked}
-    target = math.fsum(weights.values()) * (top_p + slack)
-    kept: dict[int, float] = {}
-    mass = 0.0
-    for id_ in ranked:
-        if top_p < 1 and mass >= target:
-            break
-        kept[id_] = weights[id_]
-        mass += weights[id_]
-    return {id_: weight / mass for id_, weight in kept.items()}
 
 
 def fix_draw(monkeypatch: pytest.MonkeyPatch, draw: float) -> None:
@@ -225,7 +203,7 @@ def test_token_lies_within_what_top_k_and_top_p_leave(
     values: Row, temperature: float, top_k: int, top_p: float, seed: int
 ) -> None:
     chosen = choose_one(values, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    assert chosen in reference(values, temperature, top_k, top_p, slack=ROUNDING)
+    assert chosen in distribution(values, temperature, top_k, top_p, 0.0, slack=ROUNDING)
 
 
 @settings(untimed, max_examples=20)
@@ -233,10 +211,10 @@ def test_token_lies_within_what_top_k_and_top_p_leave(
 def test_token_takes_its_share_of_the_draws(
     values: Row, temperature: float, top_k: int, top_p: float
 ) -> None:
-    expected = reference(values, temperature, top_k, top_p)
+    expected = distribution(values, temperature, top_k, top_p, 0.0)
     # Where the share of some tokens is p to the last bit, rounding may decide.
-    assume(expected == reference(values, temperature, top_k, top_p, slack=ROUNDING))
-    assume(expected == reference(values, temperature, top_k, top_p, slack=-ROUNDING))
+    assume(expected == distribution(values, temperature, top_k, top_p, 0.0, slack=ROUNDING))
+    assume(expected == distribution(values, temperature, top_k, top_p, 0.0, slack=-ROUNDING))
     num_draws = 500
     counts: dict[int, int] = {}
     logits = np.array([values], np.float32)
@@ -301,7 +279,7 @@ def test_draw_is_the_place_in_a_nucleus_of_any_size(
 ) -> None:
     fix_draw(monkeypatch, draw)
     for logits in flat_and_rising(size):
-        expected = sorted(reference(logits.tolist(), 1.0, 0, top_p))
+        expected = sorted(distribution(logits.tolist(), 1.0, 0, top_p, 0.0))
         chosen = choose_one(logits.tolist(), temperature=1.0, top_p=top_p)
         # All but equally likely: the draw is the place among the ids of the nucleus.
         place = expected.index(chosen) if chosen is not None else -1
@@ -342,7 +320,7 @@ def test_tokens_come_as_often_as_softmax_says(
     ]
     tokens = sample(np.tile(np.array(values, np.float32), (num_draws, 1)), sequences).token_ids
     counts = np.bincount(tokens, minlength=len(values))
-    expected = reference(values, temperature, top_k, top_p)
+    expected = distribution(values, temperature, top_k, top_p, 0.0)
     assert set(np.flatnonzero(counts).tolist()) == expected.keys()
     chi_squared = sum(
         (counts[id_] - num_draws * share) ** 2 / (num_draws * share)

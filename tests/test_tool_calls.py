@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.tool_calls import ToolCall, ToolParser
+from app.call_json import ToolCall
+from app.tool_calls import ToolParser
 from app.tools import HERMES, LLAMA, MISTRAL, PHI4, ToolFormat
 
 from .tiny_chats import chat

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from app.call_json import ToolCall
 from app.engine import Engine, Unobserved
 from app.errors import InvalidRequest
 from app.grammar import Grammars
 from app.openai_requests import ChatRequest
 from app.sequence import SamplingParams, Sequence
-from app.tool_calls import ToolCall, ToolParser
+from app.tool_calls import ToolParser
 from app.tool_grammar import ToolForm
 from app.tools import ToolFormat, ToolUse
 
