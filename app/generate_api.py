@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flask import Blueprint, Response, g
+from flask import Blueprint, Response
 
 from . import generate_replies
 from .generate_requests import (
@@ -11,7 +11,7 @@ from .generate_requests import (
     GenerateRequest,
     TokenizeRequest,
 )
-from .http import json_response, read_deadline, read_request, send_stream, send_whole
+from .http import ask, json_response, read_deadline, read_request, send_stream, send_whole
 from .limits import check_ids
 from .service import Ask, Service
 
@@ -61,14 +61,11 @@ def _ask(service: Service, asked: GenerateRequest) -> Ask:
     prompts = service.encode(
         [asked.prompt], parse_special=bool(asked.parse_special), deadline_at=deadline_at
     )
-    return Ask(
-        g.request_id,
-        g.arrived_at,
-        g.departure,
+    return ask(
         prompts,
+        deadline_at,
         num_logprobs=asked.logprobs,
         max_tokens=asked.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
-        deadline_at=deadline_at,
         structure=asked.structure(),
     )

@@ -19,6 +19,7 @@ from .errors import InvalidRequest, PayloadTooLarge, UnreadableBody, Unsupported
 from .limits import deadline
 from .protocol import parse
 from .replies import KEEP_ALIVE, guarded, summary
+from .service import Ask
 
 if TYPE_CHECKING:
     from .completion import Answer
@@ -68,6 +69,16 @@ def read_deadline(timeout_ms: int | None, settings: Settings) -> float | None:
     """When the request's time is over, of `time.monotonic`; None for never."""
     header = request.headers.get("X-Request-Timeout")
     return deadline(timeout_ms, header, settings.max_timeout_ms, g.arrived_at)
+
+
+def ask(prompts: list[list[int]], deadline_at: float | None, **fields: Any) -> Ask:
+    """The rest of what this request asks for; `fields` are those of `Ask`."""
+    return Ask(
+        *(g.request_id, g.arrived_at, g.departure, prompts),
+        owner=g.get("owner", ""),
+        deadline_at=deadline_at,
+        **fields,
+    )
 
 
 def json_response(fields: dict[str, Any], status: int = 200) -> Response:

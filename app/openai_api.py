@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flask import Blueprint, Response, g
+from flask import Blueprint, Response
 
 from .errors import InvalidRequest, ModelNotFound
 from .fields import MAX_CHOICES, Structure
-from .http import json_response, read_deadline, read_request, send_stream, send_whole
+from .http import ask, json_response, read_deadline, read_request, send_stream, send_whole
 from .limits import check_ids, check_messages
 from .openai_replies import ChatReply, CompletionReply, Reply
 from .openai_requests import (
@@ -103,15 +103,12 @@ def _ask_completion(service: Service, asked: CompletionRequest) -> Ask:
     prompts = _prompt_ids(service, asked.prompts, deadline_at)
     for prompt in prompts:
         check_ids(prompt, service.model.vocab_size, "prompt")
-    return Ask(
-        g.request_id,
-        g.arrived_at,
-        g.departure,
+    return ask(
         prompts,
+        deadline_at,
         num_logprobs=asked.logprobs,
         max_tokens=asked.max_tokens,
         default_max_tokens=_COMPLETION_MAX_TOKENS,
-        deadline_at=deadline_at,
         structure=asked.structure(),
     )
 
@@ -135,16 +132,13 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
             param="response_format",
         )
     marker_ids = service.model.chat.marker_ids if use else {}
-    return Ask(
-        g.request_id,
-        g.arrived_at,
-        g.departure,
+    return ask(
         [rendered.token_ids],
+        deadline_at,
         num_logprobs=asked.num_logprobs,
         prompt_field="messages",
         max_tokens=asked.max_tokens or asked.max_completion_tokens,
         max_tokens_field="max_completion_tokens" if asked.max_completion_tokens else "max_tokens",
-        deadline_at=deadline_at,
         structure=structure or _tools_structure(service, use),
         visible_ids=frozenset(marker_ids.values()),
     )

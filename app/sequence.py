@@ -96,6 +96,7 @@ class Sequence:
     params: SamplingParams
     constraint: Constraint | None = None
     arrived_at: float = 0.0
+    owner: str = ""  # the name of an API key; requests of the same one share their turn
     end_ids: frozenset[int] = frozenset()
     output_ids: list[int] = field(default_factory=list)
     num_cached: int = 0

@@ -58,6 +58,7 @@ class Ask:
     arrived_at: float  # of `time.monotonic`
     departure: Departure
     prompts: list[list[int]]
+    owner: str = ""  # whose request it is, by its API key
     num_logprobs: int | None = None
     prompt_field: str = "prompt"  # what the request calls it, for errors
     max_tokens: int | None = None  # if the request gives it
@@ -205,6 +206,7 @@ class Service:
                 replace(params, seed=(seed + choice * _SEED_STRIDE) % 2**64),
                 constraint=constrain() if constrain else None,
                 arrived_at=ask.arrived_at,
+                owner=ask.owner,
             )
             for choice in range(fields.num_choices)
         ]

@@ -105,6 +105,7 @@ OWN: dict[str, set[str]] = {
     },
     "http": {
         *{"access", "completion", "config", "departure", "errors", "limits", "protocol", "replies"},
+        "service",
     },
     "generate_api": {
         *{"generate_replies", "generate_requests", "http", "limits", "service"},
