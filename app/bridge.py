@@ -24,7 +24,7 @@ import gevent
 import gevent.event
 from gevent.threadpool import ThreadPool
 
-from .errors import DeadlineExceeded, NotReady
+from .errors import DeadlineExceeded, Draining, NotReady
 from .pulse import Pulse
 from .sequence import Advance, FinishReason, Sequence
 
@@ -130,6 +130,13 @@ class Bridge:
             return f"the model hangs: no progress for {seconds:.0f} s"
         return None
 
+    def check_served(self) -> None:
+        """Raises NotReady, or Draining, if a request would wait in vain."""
+        if self.state is State.STOPPED:
+            raise Draining("the server has stopped")
+        if (reason := self.why_not_served) is not None:
+            raise NotReady(reason)
+
     def start(self) -> None:
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
         self._wake.start(self._deliver)
@@ -138,8 +145,7 @@ class Bridge:
     def submit(self, sequences: list[Sequence]) -> tuple[list[TokenStream], gevent.event.Event]:
         """Their streams, and the event that tells of news in any. Raises NotReady unless the
         engine runs and gets on."""
-        if (reason := self.why_not_served) is not None:
-            raise NotReady(reason)
+        self.check_served()
         arrival = gevent.event.Event()
         streams = [TokenStream(sequence, arrival) for sequence in sequences]
         for stream in streams:

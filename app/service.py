@@ -85,7 +85,8 @@ class Service:
         Failed steps do not count here: the next request may well succeed.
         """
         if self._model is None or self.bridge.state is not State.READY:
-            raise NotReady(self.bridge.why_not_served or "the model is not loaded")
+            self.bridge.check_served()
+            raise NotReady("the model is not loaded")
         return self._model
 
     def check_ready(self) -> None:

@@ -158,6 +158,17 @@ def test_requests_that_are_not_done_end_with_a_typed_error(
     until(service.bridge.ended.is_set)
 
 
+def test_request_that_the_stop_overtakes_is_told_of_it(
+    service: StubService, client: FlaskClient
+) -> None:
+    """It was let in, and would still have been read when the server stopped."""
+    service.bridge.request_stop()
+    assert not service.drain.is_closed
+    for path in ("/generate", "/tokenize"):
+        refused = post(client, path, prompt="a")
+        assert (refused.status_code, refused.get_json()["error"]["code"]) == (503, "draining")
+
+
 def test_signal_while_loading_ends_at_once() -> None:
     service = StubService()
     service.drain.hear()
