@@ -1,70 +1,79 @@
-"""Measure a running server under a closed loop of requests.
+"""Measure a running server under load: ours, or any that speaks OpenAI's API.
 
     python scripts/bench.py --url http://127.0.0.1:8080 --concurrency 1,8,32 --prompt-tokens 64 \\
         --output-tokens 64 [--requests N] [--repeats 1] [--no-stream] [--seed N] [--json FILE]
+    python scripts/bench.py --rate 2,4,8                     # open loop, requests a second
+    python scripts/bench.py --api chat --turns 5             # conversations, TTFT by turn
+    python scripts/bench.py --prompt-tokens 64,512 --output-tokens 16,64 [--mix]
+    python scripts/bench.py --api completions --shared-prefix-tokens 512 --url http://HOST:PORT
 
-Closed loop: N workers, each with its own kept-alive connection, each sending its next request when
-its last one is answered: N patient clients, not a crowd that keeps arriving. One warm-up request
-per worker is not counted. Every prompt is a different random sequence of short words, so a prefix
-cache gains nothing; a probe request finds how many words make --prompt-tokens. Answers are greedy
-and exactly --output-tokens long: a request that fails or ends early is named, left out of all
-numbers, and makes the exit status 1.
+Closed loop (--concurrency): N clients, each sending its next request when its last is answered: N
+patient clients, not a crowd that keeps arriving. Open loop (--rate): that crowd; arrivals are a
+Poisson process, and latencies count from the planned instant, so a client that is late hides no
+waiting. Several lengths give a row for each pair, or with --mix one load of all of them. Warm-up
+requests are not counted. Answers are greedy and exactly --output-tokens long: a request that fails
+or ends early is named, left out of all numbers, and makes the exit status 1.
 
     tokens/s   generated tokens (from `usage`) / time from the first send to the last byte. The last
                requests run beside fewer than N others; more requests lessen that.
-               With --repeats: the median (min..max).
+               With --repeats: the median (min..max). in/s: likewise, of the prompts
     TTFT       from sending the request to the first event that carries text, seen by the client
     ITL        gaps between the events of one request that carry text
     e2e        from sending the request to the last byte of its answer
+    client     share of one core that this client took (it shares the machine with the server)
 
-Latencies are pooled over the repeats; percentiles are by nearest rank, so p99 of fewer than 100
-values is their maximum. With --no-stream there are no events: TTFT and ITL are null. The last line
-on stdout is one JSON object with everything. The client shares the machine with the server, so it
-uses plain threads, which cost it less than asyncio's streams.
+With --no-stream there are no events: TTFT and ITL are null. The last line on stdout is one JSON
+object with everything. What is sent: workload.py; how: load_client.py; numbers: load_report.py.
 """
 
-import http.client
 import json
-import math
-import os
-import platform
 import random
-import re
-import statistics
 import sys
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass, field, replace
-from datetime import datetime
-from itertools import chain, pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import click
-
-TIMEOUT_SECONDS = 300  # of silence: a server that hangs must not hang the benchmark
-SHORT_WORDS = (
-    "air all and arm art ask bad bag bar bed big box boy bus but buy car cat cold cup cut day dog "
-    "door dry ear eat egg end eye face fall far fast fish fly food for free full fun game girl go "
-    "good half hand hat head help high home hot how ice job key land last left life light line "
-    "long look lost love man map men milk moon more move name near new night now off oil old one"
+from dialects import PATHS, Target
+from load_client import Answer, LoadClient, Run
+from load_report import (
+    TABLE,
+    TITLES,
+    connect,
+    percentile,
+    publish,
+    server_facts,
+    summarize,
+    table_row,
 )
-TABLE = "{:>11} {:>8} {:>6} {:>24} {:>22} {:>20} {:>28}"
-TITLES = ("concurrency", "requests", "prompt", "tokens/s", "TTFT p50/p95/p99", "ITL", "e2e ms")
+from workload import (
+    ProbeFailed,
+    Shape,
+    arrivals,
+    fit,
+    make_conversations,
+    make_prompts,
+    run_closed,
+    run_open,
+    single_token_words,
+)
 
+# What other scripts take from here.
+__all__ = ["TABLE", "TITLES", "Answer", "Load", "calibrate", "connect", "make_prompts", "measure"]
+__all__ += ["parse_concurrency", "percentile", "publish", "summarize", "table_row"]
 
-class RequestFailed(Exception):
-    """The server answered, but not with what was asked for."""
+OPEN_LOOP_WARMERS = 4  # clients that warm the server up for a crowd
+OPEN_LOOP_SECONDS = 15  # of arrivals, unless --requests says otherwise
+MIN_OPEN_REQUESTS = 20
 
 
 @dataclass(frozen=True)
 class Load:
-    """What every request of a run has in common."""
+    """What every request of a run has in common, for the scripts that measure one shape."""
 
     url: str
     words: int  # per prompt
@@ -72,213 +81,179 @@ class Load:
     stream: bool
 
 
-@dataclass
-class Answer:
-    """One request as the client saw it; `failure` says why it does not count."""
-
-    sent_at: float
-    done_at: float = 0.0
-    text_at: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    failure: str = ""
-
-
-def take_events(received: bytes) -> tuple[list[dict[str, Any]], bytes]:
-    """Split received SSE bytes into the events of the finished lines, and the unfinished rest."""
-    *lines, rest = received.split(b"\n")
-    return [json.loads(line[5:]) for line in lines if line.startswith(b"data:")], rest
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
-
-
-def percentiles_ms(seconds: Sequence[float]) -> dict[str, float] | None:
-    if not seconds:
-        return None
-    return {f"p{p}": round(1000 * percentile(seconds, p), 3) for p in (50, 95, 99)}
-
-
-def tokens_per_second(answers: Sequence[Answer]) -> float:
-    wall_seconds = max(a.done_at for a in answers) - min(a.sent_at for a in answers)
-    return sum(a.completion_tokens for a in answers if not a.failure) / wall_seconds
-
-
-def summarize(concurrency: int, runs: Sequence[Sequence[Answer]]) -> dict[str, Any]:
-    """Reduce the repeats of one concurrency to the numbers of one row."""
-    answers = list(chain.from_iterable(runs))
-    good = [a for a in answers if not a.failure]
-    rates = [round(tokens_per_second(run), 2) for run in runs]
-    gaps = [later - earlier for a in good for earlier, later in pairwise(a.text_at)]
-    return {
-        "concurrency": concurrency,
-        "requests": len(answers),
-        "failed": len(answers) - len(good),
-        "failures": dict(Counter(a.failure for a in answers if a.failure).most_common()),
-        "mean_prompt_tokens": round(sum(a.prompt_tokens for a in good) / max(1, len(good)), 1),
-        "completion_tokens": sum(a.completion_tokens for a in good),
-        "tokens_per_second": round(statistics.median(rates), 2),
-        "tokens_per_second_runs": rates,
-        "ttft_ms": percentiles_ms([a.text_at[0] - a.sent_at for a in good if a.text_at]),
-        "itl_ms": percentiles_ms(gaps),
-        "e2e_ms": percentiles_ms([a.done_at - a.sent_at for a in good]),
-    }
-
-
-def table_row(row: dict[str, Any]) -> str:
-    times = [row["ttft_ms"], row["itl_ms"], row["e2e_ms"]]
-    cells = ["/".join(f"{ms:.1f}" for ms in t.values()) if t else "-" for t in times]
-    rates = row["tokens_per_second_runs"]
-    spread = f" ({min(rates):.1f}..{max(rates):.1f})" if len(rates) > 1 else ""
-    rate = f"{row['tokens_per_second']:.1f}{spread}"
-    counts = (row["concurrency"], row["requests"], row["mean_prompt_tokens"])
-    failures = [f"\n{'FAILED':>11} {n} x {failure}" for failure, n in row["failures"].items()]
-    return TABLE.format(*counts, rate, *cells) + "".join(failures)
-
-
-def ask(connection: http.client.HTTPConnection, load: Load, prompt: str) -> Answer:
-    """Send one request and read its whole answer."""
-    body = {"prompt": prompt, "max_tokens": load.output_tokens, "stream": load.stream}
-    payload = json.dumps(body | {"ignore_eos": True, "temperature": 0})
-    path = urlsplit(load.url).path.rstrip("/") + "/generate"
-    answer = Answer(sent_at=time.perf_counter())
-    try:
-        connection.request("POST", path, payload, {"Content-Type": "application/json"})
-        with connection.getresponse() as response:
-            if response.status != 200:
-                text = response.read().decode(errors="replace")
-                raise RequestFailed(f"HTTP {response.status}: {text[:200].strip()}")
-            last = read_stream(response, answer) if load.stream else json.load(response)
-        answer.prompt_tokens = last["usage"]["prompt_tokens"]
-        answer.completion_tokens = last["usage"]["completion_tokens"]
-        if answer.completion_tokens != load.output_tokens:
-            got = f"{answer.completion_tokens} tokens instead of {load.output_tokens}"
-            raise RequestFailed(f"{got}, finish_reason {last.get('finish_reason')}")
-    except Exception as error:  # whatever it was, this request failed and the others go on
-        connection.close()  # half an answer may be left in it; the next request opens it again
-        answer.failure = f"{type(error).__name__}: {error}"
-    answer.done_at = time.perf_counter()
-    return answer
-
-
-def read_stream(response: http.client.HTTPResponse, answer: Answer) -> dict[str, Any]:
-    """Stamp every event that carries text; return the last event."""
-    rest, last = b"", {}
-    while received := response.read1(65536):
-        now = time.perf_counter()
-        events, rest = take_events(rest + received)
-        for last in events:
-            if "error" in last:
-                raise RequestFailed(f"error event: {last['error'].get('message', last['error'])}")
-            if last["text"]:
-                answer.text_at.append(now)
-    if "usage" not in last:
-        raise RequestFailed("the stream ended without a last event")
-    return last
-
-
-def connect(url: str) -> http.client.HTTPConnection:
-    """Prepare a connection, opened by its first request (http.client sets TCP_NODELAY)."""
-    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_SECONDS)
-
-
-def make_prompts(rng: random.Random, length: int, count: int) -> list[str]:
-    words = SHORT_WORDS.split()
-    return [" ".join(rng.choices(words, k=length)) for _ in range(count)]
-
-
 def calibrate(load: Load, prompt_tokens: int, rng: random.Random) -> Load:
     """Probe how many tokens the server counts in a prompt, and fit the words to it."""
-    [prompt] = make_prompts(rng, prompt_tokens, 1)
-    with closing(connect(load.url)) as connection:
-        probe = ask(connection, replace(load, output_tokens=1, stream=False), prompt)
-    if probe.failure:
-        raise click.ClickException(f"the probe request to {load.url} failed: {probe.failure}")
-    return replace(load, words=max(1, round(prompt_tokens * prompt_tokens / probe.prompt_tokens)))
+    try:
+        words = fit(Target(load.url), prompt_tokens, rng).words(prompt_tokens)
+    except ProbeFailed as error:
+        raise click.ClickException(str(error)) from error
+    return Load(load.url, words, load.output_tokens, load.stream)
 
 
-def measure(load: Load, concurrency: int, requests: int, rng: random.Random) -> list[Answer]:
-    """Warm every worker up, then let them all take requests until none is left."""
-    prompts = iter(make_prompts(rng, load.words, requests))
-    all_warm = threading.Barrier(concurrency)
+def measure(load: Load, concurrency: int, requests: int, rng: random.Random) -> Run:
+    """A closed loop of one shape; one warm-up request per client is not counted."""
+    shape = Shape(load.words, load.output_tokens)
+    target = Target(load.url, stream=load.stream)
+    return Workload(target, [shape]).run_closed(concurrency, requests, rng)
 
-    def work(warm_up: str) -> list[Answer]:
-        with closing(connect(load.url)) as connection:
-            ask(connection, load, warm_up)
-            all_warm.wait()
-            return [ask(connection, load, prompt) for prompt in prompts]
 
-    with ThreadPoolExecutor(concurrency) as pool:
+@dataclass(frozen=True)
+class Workload:
+    """What is sent in one row of the table, at any concurrency or rate."""
+
+    target: Target
+    shapes: Sequence[Shape]  # drawn at random if several
+    prefix: str = ""
+    words: Sequence[str] = ()
+    warm_up: int = 1
+    retry_429: bool = False
+
+    def run_closed(self, concurrency: int, count: int, rng: random.Random) -> Run:
+        with LoadClient(self.target.url, self.retry_429) as client:
+            said = self._make(rng, count)
+            run_closed(client, self.target, concurrency, self._make(rng, concurrency, self.warm_up))
+            return run_closed(client, self.target, concurrency, said)
+
+    def run_open(self, rate: float, count: int, rng: random.Random) -> Run:
+        with LoadClient(self.target.url, self.retry_429) as client:
+            said, instants = self._make(rng, count), arrivals(rng, rate, count)
+            warm = self._make(rng, OPEN_LOOP_WARMERS, self.warm_up)
+            run_closed(client, self.target, OPEN_LOOP_WARMERS, warm)
+            return run_open(client, self.target, instants, said)
+
+    def _make(self, rng: random.Random, count: int, times: int = 1) -> list[Any]:
+        return make_conversations(rng, self.shapes, count * times, self.prefix, self.words)
+
+
+def parse_list(
+    number: Callable[[str], Any], example: str
+) -> Callable[[click.Context, click.Parameter, str | None], list[Any]]:
+    def parse(_: click.Context, __: click.Parameter, text: str | None) -> list[Any]:
         try:
-            answers = pool.map(work, make_prompts(rng, load.words, concurrency))
-            return list(chain.from_iterable(answers))
-        finally:
-            deque(prompts, maxlen=0)  # an interrupted run stops after the requests under way
+            numbers = [number(part) for part in text.split(",")] if text else []
+        except ValueError:
+            numbers = [0]
+        if not all(0 < given < float("inf") for given in numbers):
+            wanted = f"give positive numbers with commas between them, like {example}"
+            raise click.BadParameter(wanted)
+        return numbers
+
+    return parse
 
 
-def publish(report: dict[str, Any], json_file: Path | None) -> None:
-    """Print the report as one line of JSON, with where and when the numbers were taken."""
-    cpuinfo = Path("/proc/cpuinfo")
-    model = re.search("model name.*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
-    cpu = model[1] if model else platform.processor() or platform.machine()
-    date = datetime.now().astimezone().isoformat(timespec="seconds")
-    client = {"cpu": cpu, "cores": os.cpu_count(), "date": date}
-    line = json.dumps(report | {"client": client})
-    if json_file:
-        json_file.write_text(line + "\n")
-    click.echo(line)
+parse_concurrency = parse_list(int, "1,8,32")
 
 
-def parse_concurrency(_: click.Context, __: click.Parameter, text: str) -> list[int]:
-    numbers = text.split(",")
-    if not all(number.isdecimal() and int(number) > 0 for number in numbers):
-        raise click.BadParameter("give positive numbers with commas between them, like 1,8,32")
-    return [int(number) for number in numbers]
+def parse_object(_: click.Context, __: click.Parameter, text: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise click.BadParameter(f"not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise click.BadParameter("give a JSON object")
+    return fields
+
+
+def make_workloads(target: Target, rng: random.Random, asked: dict[str, Any]) -> list[Workload]:
+    """One for each pair of lengths; with --mix one of them all.
+
+    Raises: ProbeFailed
+    """
+    words = single_token_words(asked["tokenizer"]) if asked["tokenizer"] else ()
+    shared = asked["shared_prefix_tokens"]
+    found = fit(target, shared + max(asked["prompt_tokens"]), rng, words)
+    num_shared = round(shared / found.per_word)
+    prefix = make_prompts(rng, num_shared, 1, words)[0] if num_shared else ""
+    shapes = [
+        Shape(found.words(shared + tokens) - num_shared, output, shared + tokens, asked["turns"])
+        for tokens, output in product(asked["prompt_tokens"], asked["output_tokens"])
+    ]
+    rest = (prefix, words, asked["warm_up"], asked["on_429"] == "retry")
+    cases = [shapes] if asked["mix"] else [[shape] for shape in shapes]
+    return [Workload(target, case, *rest) for case in cases]
+
+
+def measure_all(
+    workload: Workload, rng: random.Random, asked: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """A row for each rate, or else for each concurrency; printed as they come."""
+    rows = []
+    for rate in asked["rate"]:
+        count = asked["requests"] or max(MIN_OPEN_REQUESTS, round(OPEN_LOOP_SECONDS * rate))
+        runs = [workload.run_open(rate, count, rng) for _ in range(asked["repeats"])]
+        rows.append(summarize(None, runs, rate))
+        click.echo(table_row(rows[-1]))
+    for clients in () if rows else asked["concurrency"]:
+        count = asked["requests"] or max(8, 3 * clients)
+        runs = [workload.run_closed(clients, count, rng) for _ in range(asked["repeats"])]
+        rows.append(summarize(clients, runs))
+        click.echo(table_row(rows[-1]))
+    about = [
+        {"prompt_tokens": s.prompt_tokens, "output_tokens": s.output_tokens, "words": s.words}
+        for s in workload.shapes
+    ]
+    return [row | {"shapes": about} for row in rows]
+
+
+def has_failed(row: dict[str, Any], on_429: str) -> bool:
+    """Refusals are no failure where they are counted on purpose."""
+    return any(kind != "http_429" or on_429 != "count" for kind in row["errors"])
+
+
+lengths = parse_list(int, "64,512")
 
 
 @click.command()
 @click.option("--url", default="http://127.0.0.1:8080", show_default=True)
+@click.option("--api", default="generate", show_default=True, type=click.Choice(list(PATHS)))
+@click.option("--model", help="Name in OpenAI's requests; default: the first of /v1/models.")
+@click.option("--extra", default="{}", callback=parse_object, help="JSON: more fields, or others.")
 @click.option("--concurrency", default="1,8,32", show_default=True, callback=parse_concurrency)
-@click.option("--prompt-tokens", default=64, show_default=True, type=click.IntRange(1))
-@click.option("--output-tokens", default=64, show_default=True, type=click.IntRange(1))
-@click.option("--requests", type=click.IntRange(1), help="Per concurrency; max(8, 3 x it).")
+@click.option("--rate", callback=parse_list(float, "0.5,2"), help="Open loop: requests a second.")
+@click.option("--prompt-tokens", default="64", show_default=True, callback=lengths)
+@click.option("--output-tokens", default="64", show_default=True, callback=lengths)
+@click.option("--mix", is_flag=True, help="All lengths in one load, drawn at random.")
+@click.option("--shared-prefix-tokens", default=0, type=click.IntRange(0), help="Before each.")
+@click.option("--turns", default=1, show_default=True, type=click.IntRange(1))
+@click.option(
+    "--requests", type=click.IntRange(1), help="Conversations a row; max(8, 3 x clients)."
+)
 @click.option("--repeats", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--warm-up", default=1, show_default=True, type=click.IntRange(0), help="A client.")
+@click.option(
+    "--on-429",
+    default="fail",
+    show_default=True,
+    type=click.Choice(["fail", "count", "retry"]),
+    help="count: apart, no failure; retry: after Retry-After.",
+)
 @click.option("--no-stream", is_flag=True, help="Ask for one JSON answer instead of events.")
+@click.option("--may-end-early", is_flag=True, help="For servers that do not know ignore_eos.")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="Folder: words of one token.")
 @click.option("--seed", type=int, help="Of the prompts; new each time, so no cache knows them.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write it here.")
-def main(
-    url: str,
-    concurrency: list[int],
-    prompt_tokens: int,
-    output_tokens: int,
-    requests: int | None,
-    repeats: int,
-    no_stream: bool,
-    seed: int | None,
-    json_file: Path | None,
-) -> None:
-    """Measure a running server under a closed loop of requests."""
+def main(json_file: Path | None, **asked: Any) -> None:
+    """Measure a running server under load."""
+    url, requests = asked["url"], asked["requests"]
     if urlsplit(url).scheme != "http":
         raise click.BadParameter(f"{url} is not an http:// address", param_hint="--url")
-    if requests and requests < max(concurrency):
-        raise click.BadParameter(f"{requests} requests cannot keep {max(concurrency)} workers busy")
-    seed = time.time_ns() % 2**32 if seed is None else seed
-    rng = random.Random(seed)
-    load = calibrate(Load(url, 0, output_tokens, not no_stream), prompt_tokens, rng)
+    if requests and not asked["rate"] and requests < (most := max(asked["concurrency"])):
+        raise click.BadParameter(f"{requests} requests cannot keep {most} workers busy")
+    seed = asked["seed"] = time.time_ns() % 2**32 if asked["seed"] is None else asked["seed"]
+    rng, facts = random.Random(seed), server_facts(url)
+    model = asked["model"] or facts.get("model_id", "default")
+    how = (not asked["no_stream"], model, asked["extra"], asked["may_end_early"])
+    try:
+        workloads = make_workloads(Target(url, asked["api"], *how), rng, asked)
+    except ProbeFailed as error:
+        raise click.ClickException(str(error)) from error
 
     click.echo(TABLE.format(*TITLES))
-    results = []
-    for workers in concurrency:
-        count = requests or max(8, 3 * workers)
-        runs = [measure(load, workers, count, rng) for _ in range(repeats)]
-        results.append(summarize(workers, runs))
-        click.echo(table_row(results[-1]))
-
-    config = {"url": url, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
-    config |= {"repeats": repeats, "stream": load.stream, "seed": seed, "words": load.words}
-    publish({"config": config, "results": results}, json_file)
-    sys.exit(any(row["failed"] for row in results))
+    results = [row for workload in workloads for row in measure_all(workload, rng, asked)]
+    config = {name: str(v) if isinstance(v, Path) else v for name, v in asked.items()}
+    config |= {"stream": not asked["no_stream"], "open_loop": bool(asked["rate"])}
+    publish({"config": config, "server": facts, "results": results}, json_file)
+    sys.exit(any(has_failed(row, asked["on_429"]) for row in results))
 
 
 if __name__ == "__main__":

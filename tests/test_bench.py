@@ -1,151 +1,21 @@
-"""The load generator: its pure parts alone, its command against a small real HTTP server."""
+"""The load generator's command, against small real HTTP servers and the real one."""
+
+from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 from pathlib import Path
-from random import Random
-from threading import Thread
-from typing import Any
 
+import gevent
 import pytest
 
-from scripts.bench import (
-    Answer,
-    make_prompts,
-    percentile,
-    percentiles_ms,
-    summarize,
-    take_events,
-    tokens_per_second,
-)
+from app.service import Service
 
-BENCH = Path(__file__).parents[1] / "scripts" / "bench.py"
-STREAM = b': hello\n\ndata: {"text": "caf\xc3\xa9"}\n\ndata: {"text": "", "usage": {}}\r\n\r\n'
-Body = dict[str, Any]
-
-
-class FakeHandler(BaseHTTPRequestHandler):
-    """Answers `/generate` with one word a token, and counts a word of the prompt as two tokens."""
-
-    protocol_version = "HTTP/1.1"
-    server: "FakeServer"
-
-    def setup(self) -> None:
-        self.server.num_connections += 1
-        super().setup()
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.bodies.append(body)
-        status, events = self.server.answer(body)
-        payload = json.dumps(events[-1]).encode()
-        if status == 200 and body["stream"]:
-            payload = b": a comment\n\n" + b"".join(
-                b"data: " + json.dumps(event).encode() + b"\n\n" for event in events
-            )
-        self.send_response(status)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        for at in range(0, len(payload), 7):  # not where the events end
-            part = payload[at : at + 7]
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
-        self.wfile.write(b"0\r\n\r\n")
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-class FakeServer(ThreadingHTTPServer):
-    daemon_threads = False  # so that server_close() waits for the handlers
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), FakeHandler)
-        self.bodies: list[Body] = []
-        self.num_connections = 0
-
-    def answer(self, body: Body) -> tuple[int, list[Body]]:
-        num_words, num_tokens = len(body["prompt"].split()), body["max_tokens"]
-        usage = {"prompt_tokens": 2 * num_words, "completion_tokens": num_tokens}
-        last = {"text": "", "finish_reason": "length", "usage": usage}
-        return 200, [{"text": "word "}] * num_tokens + [last]
-
-
-@contextmanager
-def serving(server: FakeServer) -> Iterator[str]:
-    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def run_bench(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", str(BENCH), "--url", url, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
-def answer(sent_at: float, *text_at: float, failure: str = "") -> Answer:
-    return Answer(sent_at, text_at[-1], list(text_at), 10, len(text_at), failure)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, len(STREAM)])
-def test_events_come_out_whole_wherever_the_bytes_are_cut(size: int) -> None:
-    events, rest = [], b""
-    for at in range(0, len(STREAM), size):
-        new, rest = take_events(rest + STREAM[at : at + size])
-        events += new
-    assert (events, rest) == ([{"text": "café"}, {"text": "", "usage": {}}], b"")
-
-
-def test_percentile_is_the_nearest_rank_of_the_sorted_values() -> None:
-    values = [30, 10, 50, 20, 40]
-    assert [percentile(values, p) for p in (0, 20, 21, 50, 95, 100)] == [10, 10, 20, 30, 50, 50]
-
-
-def test_percentiles_of_nothing_are_null() -> None:
-    assert percentiles_ms([]) is None
-
-
-def test_throughput_is_the_tokens_of_good_answers_over_first_send_to_last_byte() -> None:
-    run = [answer(1.0, 2.0, 3.0), answer(2.0, 4.0, 5.0), answer(2.0, 4.0, failure="gone")]
-    assert tokens_per_second(run) == 4 / (5.0 - 1.0)
-
-
-def test_summary_takes_ttft_from_the_send_and_itl_within_one_request() -> None:
-    row = summarize(2, [[answer(0.0, 1.0, 1.5), answer(0.0, 3.0, 3.25)]])
-    assert row["ttft_ms"] == {"p50": 1000, "p95": 3000, "p99": 3000}
-    assert row["itl_ms"] == {"p50": 250, "p95": 500, "p99": 500}
-    assert row["e2e_ms"] == {"p50": 1500, "p95": 3250, "p99": 3250}
-
-
-def test_summary_of_repeats_gives_the_median_rate() -> None:
-    row = summarize(1, [[answer(0.0, 1.0)], [answer(0.0, 0.1)], [answer(0.0, 0.5)]])
-    assert row["tokens_per_second_runs"] == [1, 10, 2]
-    assert row["tokens_per_second"] == 2
-
-
-def test_summary_counts_failures_and_leaves_them_out_of_the_numbers() -> None:
-    row = summarize(1, [[answer(0.0, 1.0), answer(1.0, 9.0, failure="gone")]])
-    assert (row["requests"], row["failed"], row["failures"]) == (2, 1, {"gone": 1})
-    assert row["e2e_ms"]["p99"] == 1000
-
-
-def test_summary_of_nothing_but_failures_has_no_latencies() -> None:
-    row = summarize(1, [[answer(0.0, 1.0, failure="gone")]])
-    assert (row["tokens_per_second"], row["ttft_ms"], row["e2e_ms"]) == (0, None, None)
-
-
-def test_prompts_are_fixed_by_the_seed_and_all_differ() -> None:
-    prompts = make_prompts(Random(1), 32, 100)
-    assert prompts == make_prompts(Random(1), 32, 100)
-    assert len(set(prompts)) == 100
+from .conftest import TinyModel
+from .load_server import Body, FakeServer, RefusingServer, run_bench, serving
+from .services import SETTINGS, running
+from .sockets import serving_of
+from .tiny import CONTEXT
 
 
 def test_command_measures_every_concurrency_and_ends_with_json(tmp_path: Path) -> None:
@@ -162,13 +32,13 @@ def test_command_measures_every_concurrency_and_ends_with_json(tmp_path: Path) -
         assert len(row["tokens_per_second_runs"]) == 2
         assert row["ttft_ms"] and row["itl_ms"] and row["e2e_ms"]
 
-    probe, *others = server.bodies
-    assert (probe["max_tokens"], probe["stream"]) == (1, False)
+    probes, others = server.bodies[:2], server.bodies[2:]
+    assert [(probe["max_tokens"], probe["stream"]) for probe in probes] == [(1, False)] * 2
     wanted = {"max_tokens": 5, "ignore_eos": True, "temperature": 0, "stream": True}
     assert all(body | wanted == body for body in others)
     assert len(others) == 2 * (1 + 4) + 2 * (3 + 4)  # a warm-up for each worker, then the requests
     assert len({body["prompt"] for body in server.bodies}) == len(server.bodies)
-    assert server.num_connections == 1 + 2 * 1 + 2 * 3  # kept alive: one for each worker of a run
+    assert server.num_connections == 2 + 2 * 1 + 2 * 3  # kept alive: one for each worker of a run
 
 
 def test_command_without_streaming_has_no_token_times() -> None:
@@ -177,12 +47,6 @@ def test_command_without_streaming_has_no_token_times() -> None:
     [row] = json.loads(done.stdout.splitlines()[-1])["results"]
     assert (done.returncode, row["requests"], row["completion_tokens"]) == (0, 8, 8 * 64)
     assert (row["ttft_ms"], row["itl_ms"]) == (None, None)
-
-
-class RefusingServer(FakeServer):
-    def answer(self, body: Body) -> tuple[int, list[Body]]:
-        busy = 429, [{"error": {"message": "come back later"}}]
-        return busy if body["stream"] else super().answer(body)
 
 
 class BreakingServer(FakeServer):
@@ -211,8 +75,8 @@ def test_command_names_failed_requests_and_exits_with_1(
         done = run_bench(url, "--concurrency", "2")
     [row] = json.loads(done.stdout.splitlines()[-1])["results"]
     assert (done.returncode, row["failed"]) == (1, 8)
-    assert row["failures"] == {f"RequestFailed: {failure}": 8}
-    assert f"FAILED 8 x RequestFailed: {failure}" in done.stdout
+    assert row["failures"] == {failure: 8}
+    assert f"FAILED 8 x {failure}" in done.stdout
 
 
 def test_command_says_when_nobody_answers() -> None:
@@ -226,3 +90,81 @@ def test_command_says_when_nobody_answers() -> None:
 def test_command_refuses_fewer_requests_than_workers() -> None:
     done = run_bench("http://127.0.0.1:9", "--concurrency", "8", "--requests", "4")
     assert "4 requests cannot keep 8 workers busy" in done.stderr
+
+
+def test_every_pair_of_lengths_has_its_row_and_shares_the_prefix() -> None:
+    server = FakeServer()
+    lengths = ["--prompt-tokens", "10,20", "--output-tokens", "2,3", "--shared-prefix-tokens", "8"]
+    with serving(server) as url:
+        done = run_bench(url, *lengths, "--concurrency", "2", "--requests", "2", "--warm-up", "0")
+    rows = json.loads(done.stdout.splitlines()[-1])["results"]
+    shapes = [(row["mean_prompt_tokens"], row["mean_completion_tokens"]) for row in rows]
+    assert shapes == [(18, 2), (18, 3), (28, 2), (28, 3)]
+    assert not any(row["prompts_off_length"] for row in rows)
+    measured = [body["prompt"].split() for body in server.bodies[2:]]
+    assert len(measured) == 8
+    assert len({tuple(words[:4]) for words in measured}) == 1
+    assert len({tuple(words[4:]) for words in measured}) == 8
+
+
+def test_mix_is_one_load_of_all_lengths() -> None:
+    server = FakeServer()
+    options = ["--mix", "--prompt-tokens", "10,20", "--output-tokens", "2,3", "--requests", "40"]
+    with serving(server) as url:
+        done = run_bench(url, *options, "--concurrency", "4", "--seed", "1")
+    [row] = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert (row["requests"], row["failed"], row["prompts_off_length"]) == (40, 0, 0)
+    sent = {(len(body["prompt"].split()), body["max_tokens"]) for body in server.bodies[2:]}
+    assert sent == {(5, 2), (5, 3), (10, 2), (10, 3)}
+
+
+def test_open_loop_has_a_row_for_each_rate() -> None:
+    options = ["--rate", "200,400", "--requests", "10", "--output-tokens", "2"]
+    with serving(FakeServer()) as url:
+        done = run_bench(url, *options)
+    rows = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert [(row["rate"], row["concurrency"], row["requests"]) for row in rows] == [
+        (200, None, 10),
+        (400, None, 10),
+    ]
+    assert all(row["sent_late_ms"]["p50"] >= 0 and not row["failed"] for row in rows)
+
+
+def test_refusals_can_be_counted_without_being_failures() -> None:
+    with serving(RefusingServer(num_refusals=3)) as url:
+        options = ["--concurrency", "1", "--requests", "8", "--warm-up", "0"]
+        done = run_bench(url, *options, "--on-429", "count")
+    [row] = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert (done.returncode, row["errors"], row["refused_429"]) == (0, {"http_429": 3}, 3)
+    assert row["completion_tokens"] == 5 * 64
+
+
+def test_rates_that_are_none_are_refused() -> None:
+    for rate in ("0", "-1", "inf", "nan", "fast"):
+        done = run_bench("http://127.0.0.1:9", "--rate", rate)
+        assert "give positive numbers with commas between them" in done.stderr
+
+
+def test_real_server_is_measured_on_every_route_with_histories_that_grow(
+    tiny_llama: TinyModel,
+) -> None:
+    settings = replace(SETTINGS, model_path=tiny_llama.folder, max_model_len=CONTEXT)
+    options = ["--concurrency", "3", "--requests", "3", "--prompt-tokens", "30"]
+    options += ["--output-tokens", "4", "--turns", "3"]
+    with gevent.Timeout(60), running(Service(settings)) as service, serving_of(service) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        for api in ("generate", "completions"):
+            # In a native thread: this server's hub is of this one, and has to turn.
+            done = gevent.get_hub().threadpool.apply(run_bench, (url, *options, "--api", api))
+            assert done.returncode == 0, done.stdout + done.stderr
+            report = json.loads(done.stdout.splitlines()[-1])
+            [row] = report["results"]
+            assert (row["requests"], row["completion_tokens"]) == (9, 9 * 4)
+            turns = row["turns"]
+            assert [(turn["turn"], turn["requests"]) for turn in turns] == [(1, 3), (2, 3), (3, 3)]
+            lengths = [turn["mean_prompt_tokens"] for turn in turns]
+            assert lengths[0] + 20 < lengths[1] and lengths[1] + 20 < lengths[2]
+            assert report["server"]["model_id"].startswith("llama")
+        # What the server counted: both runs, their probes and their warm-up.
+        counted = service.registry.get_sample_value("phi_serve_generation_tokens_total")
+        assert counted == 2 * (9 * 4 + 2 + 3 * 3 * 4)
