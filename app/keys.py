@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,6 +57,8 @@ def read_pairs(text: str) -> tuple[Key, ...]:
 def read_file(path: Path) -> bytes:
     """Its bytes. Raises BadKeys."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would keep its reader waiting
+            raise BadKeys("not a file")
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:

@@ -6,6 +6,8 @@ import hashlib
 import hmac
 import json
 import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,16 @@ import pytest
 
 from app import key_ring
 from app.key_ring import KeyRing
-from app.keys import MAX_FILE_BYTES, MAX_KEYS, BadKeys, Key, digest_of, parse_file, read_pairs
+from app.keys import (
+    MAX_FILE_BYTES,
+    MAX_KEYS,
+    BadKeys,
+    Key,
+    digest_of,
+    parse_file,
+    read_file,
+    read_pairs,
+)
 from app.quota import Limits
 
 SECRET = "sk-do-not-tell"
@@ -113,7 +124,16 @@ def test_file_of_too_many_keys_or_bytes_is_refused(tmp_path: Path) -> None:
         parse_file(written(path, *keys).read_bytes())
     path.write_bytes(b" " * (MAX_FILE_BYTES + 1))
     with pytest.raises(BadKeys, match="larger than"):
-        key_ring.read_file(path)
+        read_file(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_refused_and_not_waited_for(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "keys.json")
+    with pytest.raises(BadKeys, match="not a file"):
+        read_file(tmp_path / "keys.json")
 
 
 def test_secrets_are_in_no_repr() -> None:
