@@ -24,7 +24,10 @@ Where peers come from, each in an environment of its own:
                        pip download --no-binary llama-cpp-python --no-deps llama-cpp-python
                        tar xzf llama_cpp_python-*.tar.gz
                        cmake -S llama_cpp_python-*/vendor/llama.cpp -B build -G Ninja \\
-                           -DLLAMA_BUILD_TESTS=OFF -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF
+                           -DLLAMA_BUILD_TESTS=OFF -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF \\
+                           -DGGML_NATIVE=OFF -DGGML_{AVX,AVX2,FMA,F16C,BMI2}=ON \\
+                           -DGGML_{AVX512,AVX512_VBMI,AVX512_VNNI}=ON
+                       (its AMX kernel, which GGML_NATIVE would take, dies of SIGILL with gcc 12)
                        ninja -C build llama-server llama-quantize     (15 minutes on 2 cores)
                        build/bin/llama-quantize --allow-requantize SMOLLM2.Q4_1.gguf Q8.gguf Q8_0
 """

@@ -87,8 +87,10 @@ def started(peer: Peer, folder: Path) -> Iterator[Running]:
     try:
         give_up_at = time.monotonic() + START_SECONDS
         while not is_ready(url):
-            if server.poll() is not None or time.monotonic() > give_up_at:
-                raise ProbeFailed("it did not become ready")
+            if (status := server.poll()) is not None:
+                raise ProbeFailed(f"it ended with {status} before it was ready")
+            if time.monotonic() > give_up_at:
+                raise ProbeFailed(f"it was not ready after {START_SECONDS} s")
             time.sleep(0.2)
         model = server_facts(url).get("model_id", "default")
         yield Running(peer, Target(url, peer.api, peer.stream, model), server.pid)

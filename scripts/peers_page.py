@@ -120,6 +120,8 @@ def plot(measured: Sequence[Measured], file: Path) -> Path | None:
             axis.plot(clients, [found.rate for found in points], "o-", label=peer, **style)
         axis.set(title=f"prompts of {length} tokens", xlabel="clients", ylabel="tokens/s")
         axis.set_xscale("log", base=2)
+        loads = sorted({found.concurrency for found in measured})
+        axis.set_xticks(loads, [str(load) for load in loads])
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[0][0].legend()
