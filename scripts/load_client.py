@@ -83,6 +83,8 @@ class Exchange:
         self.request, self.user, self.answer = request, user, answer
         self.socket: socket.socket | None = None
         self.unsent = memoryview(request.payload)
+        self.is_reused = False  # the connection
+        self.has_heard = False
         self.reader = ResponseReader()
         self.heard_at = answer.sent_at
         self._rest = b""
@@ -91,6 +93,7 @@ class Exchange:
     def receive(self, data: bytes, now: float) -> None:
         """Raises: BadAnswer, RequestFailed, ValueError: not JSON"""
         self.heard_at = now
+        self.has_heard = self.has_heard or bool(data)
         body = self.reader.feed(data) if data else self.reader.end() or b""
         if self.reader.status == 200 and self.reader.is_stream:
             events, self._rest = take_events(self._rest + body)
@@ -177,7 +180,9 @@ class LoadClient:
     def _send(self, exchange: Exchange) -> None:
         self._active.add(exchange)
         try:
-            exchange.socket = self._take_idle() or self._open()
+            idle = self._take_idle()
+            exchange.is_reused = idle is not None
+            exchange.socket = idle or self._open()
             self._selector.register(exchange.socket, selectors.EVENT_WRITE, exchange)
         except OSError as error:
             self._fail(exchange, "connection", f"{type(error).__name__}: {error}")
@@ -217,12 +222,22 @@ class LoadClient:
         except RequestFailed as failed:
             self._fail(exchange, failed.kind, str(failed))
         except (OSError, BadAnswer) as error:
+            if exchange.is_reused and not exchange.has_heard:
+                return self._send_anew(exchange)
             self._fail(exchange, "connection", f"{type(error).__name__}: {error}")
         except Exception as error:  # whatever it was, this request failed and the others go on
             self._fail(exchange, "bad_answer", f"{type(error).__name__}: {error}")
         else:
             if exchange.reader.is_done:
                 self._finish(exchange)
+
+    def _send_anew(self, exchange: Exchange) -> None:
+        """The server closed a kept-alive connection as the request went out: nobody's failure."""
+        self._drop(exchange)
+        for idle in self._idle:  # of the same age
+            idle.close()
+        self._idle.clear()
+        self._send(Exchange(exchange.request, exchange.user, exchange.answer))
 
     def _fail(self, exchange: Exchange, kind: str, failure: str) -> None:
         exchange.answer.kind, exchange.answer.failure = kind, failure

@@ -50,7 +50,7 @@ class Running:
     def shown(self) -> str:
         """Its command without the folders of this machine."""
         words = shlex.split(self.peer.command)
-        return shlex.join(Path(word).name if word.startswith("/") else word for word in words)
+        return " ".join(Path(word).name if word.startswith("/") else word for word in words)
 
 
 def known_peers(

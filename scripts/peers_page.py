@@ -46,11 +46,20 @@ def write_page(
         lines += ["", "No plot: matplotlib is not installed."]
     lines += ["", "## Servers", ""]
     for name, command in config["commands"].items():
-        told = ", ".join(f"{key} {value}" for key, value in servers[name].items())
+        told = ", ".join(_facts(servers[name]))
         lines.append(f"- {name}: `{command}`{f' ({told})' if told else ''}")
     lines += [f"- {name} is absent: {why}" for name, why in absent.items()]
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(lines) + "\n")
+
+
+def _facts(said: Mapping[str, Any]) -> list[str]:
+    """Without the folders of this machine."""
+    facts: list[str] = []
+    for key, value in said.items():
+        shown = Path(value).name if str(value).startswith("/") else value
+        facts += _facts(value) if isinstance(value, dict) else [f"{key} {shown}"]
+    return facts
 
 
 def _introduction(config: Mapping[str, Any], machine: Mapping[str, Any]) -> list[str]:
@@ -59,7 +68,7 @@ def _introduction(config: Mapping[str, Any], machine: Mapping[str, Any]) -> list
         f"`scripts/compare_peers.py`, {machine['date'][:10]}, {machine['cpu']}{amx},"
         f" {machine['cores']} cores, Python {machine['python']}. Client and servers share them.",
         f"All prompts different, {config['output_tokens']} generated tokens a request,"
-        f" {config['repeats']} turns, each server in turn; medians, with (min..max).",
+        f" turns of each server in turn: {config['repeats']}; medians, with (min..max).",
         "A ratio is ours / the peer's tokens/s within a turn. A server that does not stream has"
         " the time of its whole answer as first token. Memory is resident, the largest of all.",
     ]

@@ -51,13 +51,21 @@ def test_page_has_rates_ratios_and_who_is_absent(tmp_path: Path) -> None:
     config = {"prompt_tokens": [64], "output_tokens": 16, "repeats": 3, "commands": {"b": "run b"}}
     machine = {"cpu": "Toy", "amx": True, "cores": 2, "date": "2026-11-30T01:02", "python": "3.11"}
     page = tmp_path / "new" / "peers-toy.md"
-    write_page(page, cells, {"c": "not here"}, config, {"b": {"version": "7"}}, machine, None)
+    write_page(
+        page,
+        cells,
+        {"c": "not here"},
+        config,
+        {"b": {"versions": {"b": 7}, "id": "/x/m"}},
+        machine,
+        None,
+    )
     lines = page.read_text().splitlines()
     both = "60.0 (50.0..70.0) | 60.0 (50.0..70.0)"
     assert f"| phi-serve | {both} | 12 | 12 | 1.00 GB |" in lines
     assert "| b | 20.0 (20.0..20.0), 1 FAILED | 20.0 (20.0..20.0) | - | - | 2.00 GB |" in lines
     assert "| b | 3.00 (2.50..3.50) | 3.00 (2.50..3.50) |" in lines
-    assert "- b: `run b` (version 7)" in lines
+    assert "- b: `run b` (b 7, id m)" in lines
     assert "- c is absent: not here" in lines
     assert "No plot: matplotlib is not installed." in lines
     assert "2026-11-30, Toy, AMX, 2 cores" in page.read_text()

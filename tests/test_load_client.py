@@ -101,6 +101,34 @@ def test_refusals_fail_or_are_sent_again_as_the_caller_says() -> None:
     assert run[0].text_at[0] - run[0].begun_at > 0.03  # three waits
 
 
+class ClosingServer(FakeServer):
+    """Promises to keep its connections alive, and closes the second request's without a word."""
+
+    def answer(self, body: Body) -> tuple[int, list[Body]]:
+        if len(self.bodies) == 2:
+            raise ConnectionError
+        return super().answer(body)
+
+    def handle_error(self, *_: object) -> None:
+        pass
+
+
+def test_kept_alive_connection_that_ends_under_a_request_is_no_failure() -> None:
+    server = ClosingServer()
+    with serving(server) as url:
+        run = load(url, count=3, clients=1)
+    assert [a.failure for a in run] == [""] * 3
+    assert (len(server.bodies), server.num_connections) == (4, 2)
+
+
+def test_new_connection_that_ends_without_an_answer_is_a_failure() -> None:
+    server = ClosingServer()
+    server.bodies.append({})
+    with serving(server) as url:
+        [first, *others] = load(url, count=3, clients=1)
+    assert (first.kind, [a.failure for a in others]) == ("connection", ["", ""])
+
+
 class BreakingServer(FakeServer):
     def answer(self, body: Body) -> tuple[int, list[Body]]:
         status, events = super().answer(body)
