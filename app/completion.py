@@ -6,7 +6,7 @@ Plain and streamed answers both come through here, so they cannot differ. It bel
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gevent.event import Event
 
     from .bridge import TokenStream
+    from .direct import Outlet
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Completion:
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops)
         self._tokens: list[Token] = []
+        self._kept = ""  # text of `pass_on`, for `take`
 
     def take(self) -> Delta | None:
         """What has come; None if that is nothing to tell.
@@ -65,7 +67,7 @@ class Completion:
         Raises ModelFailure if the engine failed, DeadEnd if the request left no token to
         choose, Draining if the server stops.
         """
-        text = ""
+        text, self._kept = self._kept, ""
         for advance in self._stream.take():
             if self.finish_reason is not None:  # it came behind a stop string
                 break
@@ -73,11 +75,32 @@ class Completion:
         has_news = text or self._tokens or self.finish_reason is not None
         return self._delta(text) if has_news else None
 
+    def pass_on(self, advance: Advance) -> Delta | None:
+        """What an advance brings that does not end the sequence, nor wait in the stream; None if
+        that is nothing to tell. If it ends the choice, at a stop string, `take` has it.
+
+        Raises whatever the text may.
+        """
+        text = self._add(advance)
+        if self.finish_reason is None:
+            return self._delta(text) if text or self._tokens else None
+        self._kept = text
+        return None
+
     def expire(self) -> Delta:
         """Ends a choice whose time is over; its last delta."""
         self._stream.end(FinishReason.TIMEOUT)
         self.finish_reason = FinishReason.TIMEOUT
         return self._delta(self._rest())
+
+    @property
+    def has_arrived(self) -> bool:
+        """Is there something to take?"""
+        return self._stream.has_arrived
+
+    def open(self, passage: Callable[[Advance], None] | None) -> None:
+        """Advances that end nothing go there from now on, and are not taken."""
+        self._stream.passage = passage
 
     def overrun(self) -> None:
         """Its time is over: it gets no more tokens. `expire` ends it for its reader."""
@@ -149,17 +172,33 @@ class Answer:
         self._arrival = arrival
         self._deadline_at = deadline_at
         self._has_left = False
+        self._failure: Exception | None = None  # of a passage
+        self._outlet: Outlet | None = None
+        self._frame: Callable[[int, Delta], bytes] = _no_frame
         self._timer: Any = None
         self._look_at_deadline()
 
-    def wait(self, seconds: float) -> bool:
-        """Until there is something to tell, a failure too; False if there is not yet."""
-        return bool(self._arrival.wait(seconds))
+    def write_to(self, outlet: Outlet, frame: Callable[[int, Delta], bytes]) -> None:
+        """While its reader waits for deltas, those that do not end a choice go straight to
+        `outlet`, framed: they are not yielded."""
+        self._outlet, self._frame = outlet, frame
+
+    def wait(self, seconds: float | None) -> bool:
+        """Until there is something to tell, a failure too; False if there is not yet, or behind
+        `nudge`."""
+        self._arrival.wait(seconds)
+        if not (has_news := self._has_news()):
+            self._arrival.clear()
+        return has_news
+
+    def nudge(self) -> None:
+        """Wakes whoever waits."""
+        self._arrival.set()
 
     def __iter__(self) -> Iterator[tuple[int, Delta]]:
         running = dict(enumerate(self.completions))
         while running:
-            self._arrival.wait(self._seconds_left())
+            self._wait(running)
             self._arrival.clear()
             self._check_client()
             # First: what has come by the deadline counts, however long a yield takes.
@@ -187,6 +226,47 @@ class Answer:
         self.abort()
         self._has_left = True
         self._arrival.set()
+
+    def _wait(self, running: dict[int, Completion]) -> None:
+        outlet = self._outlet
+        if outlet is None or not outlet.is_open:
+            self._arrival.wait(self._seconds_left())
+            return
+        for choice, completion in running.items():
+            completion.open(self._passage(choice, completion, outlet))
+        try:
+            self._arrival.wait(self._seconds_left())
+        finally:
+            for completion in running.values():
+                completion.open(None)
+        outlet.flush()
+        if self._failure is not None:
+            raise self._failure
+
+    def _passage(
+        self, choice: int, completion: Completion, outlet: Outlet
+    ) -> Callable[[Advance], None]:
+        """From the hub's callback to the socket; whatever else there is to do is the reader's, who
+        is woken."""
+        frame, pass_on, send = self._frame, completion.pass_on, outlet.send
+
+        def write(advance: Advance) -> None:
+            try:
+                delta = pass_on(advance)
+                if delta is not None:
+                    if not (framed := frame(choice, delta)) or send(framed):
+                        return
+                elif completion.finish_reason is None:
+                    return
+            except Exception as error:
+                self._failure = error
+            self._arrival.set()
+
+        return write
+
+    def _has_news(self) -> bool:
+        has_arrived = any(completion.has_arrived for completion in self.completions)
+        return has_arrived or self._has_left or self._seconds_left() == 0.0
 
     def _check_client(self) -> None:
         if self._has_left:
@@ -220,3 +300,7 @@ class Answer:
         if not any(completion.num_tokens for completion in self.completions):
             raise DeadlineExceeded("the request's time was over before its first token")
         yield from ended
+
+
+def _no_frame(choice: int, delta: Delta) -> bytes:
+    raise AssertionError("nothing is passed on without an outlet")

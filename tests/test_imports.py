@@ -18,6 +18,7 @@ OWN: dict[str, set[str]] = {
     "sequence": set(),
     "errors": set(),
     "departure": {"errors"},
+    "direct": {"errors"},
     "edge_options": set(),
     "access": set(),
     "logs": set(),
@@ -69,17 +70,18 @@ OWN: dict[str, set[str]] = {
     "grammar": {
         *{"detokenizer", "errors", "lark", "masks", "schema", "tool_grammar", "tool_schemas"},
     },
-    "metrics": {"sequence"},
+    "histogram": set(),
+    "metrics": {"histogram", "sequence"},
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"kv_cache", "masks", "sampler", "scheduler", "sequence"},
     "bridge": {"engine", "errors", "pulse", "sequence"},
     "drain": {"bridge", "errors"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
-    "completion": {"bridge", "detokenizer", "errors", "sequence", "stops"},
+    "completion": {"bridge", "detokenizer", "direct", "errors", "sequence", "stops"},
     # HTTP
     "framing": {"config", "errors"},
     "body": {"config", "errors", "framing"},
-    "connection": {"access", "body", "departure", "errors", "framing"},
+    "connection": {"access", "body", "departure", "direct", "errors", "framing"},
     "edge": {"config", "connection"},
     "fields": {"sequence"},
     "generate_requests": {"fields"},
@@ -104,8 +106,8 @@ OWN: dict[str, set[str]] = {
         *{"chat", "departure", "drain", "fields", "grammar", "limits", "sequence", "tools"},
     },
     "http": {
-        *{"access", "completion", "config", "departure", "errors", "limits", "protocol", "replies"},
-        "service",
+        *{"access", "completion", "config", "departure", "direct", "errors", "limits", "protocol"},
+        *{"replies", "service"},
     },
     "generate_api": {
         *{"generate_replies", "generate_requests", "http", "limits", "service"},
@@ -123,8 +125,8 @@ DOORS: dict[str, set[str]] = {
     "click": {"config", "edge_options"},
     "flask": {"api", "docs_page", "edge", "generate_api", "http", "openai_api"},
     "gevent": {
-        *{"__main__", "bridge", "completion", "connection", "departure", "drain", "edge"},
-        *{"framing"},
+        *{"__main__", "bridge", "completion", "connection", "departure", "direct", "drain"},
+        *{"edge", "framing"},
     },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar", "masks"},
@@ -136,7 +138,7 @@ DOORS: dict[str, set[str]] = {
     "onnxruntime": {"form", "fused", "model"},
     "optimum": {"model"},
     "orjson": {"connection", "http", "openai_replies", "protocol", "replies"},
-    "prometheus_client": {"api", "metrics", "service"},
+    "prometheus_client": {"api", "histogram", "metrics", "service"},
     "psutil": {"machine"},
     "pydantic": {
         *{"fields", "generate_requests", "http", "openai_requests", "openapi", "protocol"},
