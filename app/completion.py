@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gevent
 
@@ -32,8 +32,7 @@ class Token:
     logprobs: TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):  # one a token
     """Text that can be sent, and on a choice's last delta why it ends.
 
     `tokens` are those that came since the delta before, if log-probabilities were asked for: all
@@ -116,23 +115,19 @@ class Completion:
     def _add(self, advance: Advance) -> str:
         """Text that the advance completes."""
         reason = advance.finish_reason
-        if reason is FinishReason.TIMEOUT:  # `overrun`; `expire` has the last word
-            return ""
-        if reason is FinishReason.ERROR:
-            raise ModelFailure(advance.error or "the model run failed")
-        if reason is FinishReason.DEAD_END:
-            raise DeadEnd(advance.error or "no token is permitted")
-        if reason is FinishReason.ABORT:  # not by this client, which is still here
-            raise Draining(advance.error or "the request was aborted")
-        text = ""
-        if advance.token_id is not None:
+        if reason is not None:
+            _check(reason, advance.error)
+            if reason is FinishReason.TIMEOUT:  # `overrun`; `expire` has the last word
+                return ""
+        text, token_id = "", advance.token_id
+        if token_id is not None:
             self.num_tokens += 1
-            if advance.token_id not in self.sequence.end_ids:
-                text = self._detokenizer.feed([advance.token_id])
+            if token_id not in self.sequence.end_ids:
+                text = self._detokenizer.feed((token_id,))
                 if self.num_tokens >= self.sequence.params.min_tokens:
                     text = self._stops.feed(text)
                 if advance.logprobs is not None:
-                    self._tokens.append(Token(advance.token_id, advance.logprobs))
+                    self._tokens.append(Token(token_id, advance.logprobs))
         if reason is not None:
             text += self._rest()
             self.finish_reason = FinishReason.STOP if self._stops.is_stopped else reason
@@ -146,6 +141,8 @@ class Completion:
         return self._stops.feed(self._detokenizer.feed([], is_last=True)) + self._stops.flush()
 
     def _delta(self, text: str) -> Delta:
+        if not self._tokens:
+            return Delta(text, self.finish_reason)
         tokens, self._tokens = tuple(self._tokens), []
         return Delta(text, self.finish_reason, tokens)
 
@@ -300,6 +297,16 @@ class Answer:
         if not any(completion.num_tokens for completion in self.completions):
             raise DeadlineExceeded("the request's time was over before its first token")
         yield from ended
+
+
+def _check(reason: FinishReason, error: str | None) -> None:
+    """Raises for an end that is none of the answer's."""
+    if reason is FinishReason.ERROR:
+        raise ModelFailure(error or "the model run failed")
+    if reason is FinishReason.DEAD_END:
+        raise DeadEnd(error or "no token is permitted")
+    if reason is FinishReason.ABORT:  # not by this client, which is still here
+        raise Draining(error or "the request was aborted")
 
 
 def _no_frame(choice: int, delta: Delta) -> bytes:

@@ -38,10 +38,13 @@ class Detokenizer:
     def feed(self, token_ids: Iterable[int], *, is_last: bool = False) -> str:
         table, visible = self._token_bytes, self._visible
         # A model's vocabulary is often padded: ids behind the tokenizer's last stand for nothing.
-        known = [visible.get(id_, table[id_]) for id_ in token_ids if id_ < len(table)]
+        known = []
+        for id_ in token_ids:
+            if id_ < len(table):
+                known.append(visible.get(id_, table[id_]) if visible else table[id_])
         piece = b"".join(known)
-        if not self._is_half and piece.isascii():
-            return piece.decode()  # most are: a fifth of the decoder's time
+        if not self._is_half and piece.isascii():  # most are
+            return piece.decode()  # a fifth of the decoder's time
         text = self._decoder.decode(piece, is_last)
         self._is_half = bool(self._decoder.getstate()[0])
         return text

@@ -55,6 +55,8 @@ class Outlet:
     def send(self, frame: bytes) -> bool:
         """One write. False if it was not taken, or not all of it: `flush` sends the rest, and until
         then nothing else may be sent. Never waits."""
+        if self.rest:
+            return False
         handler = self._handler
         # As pywsgi does it; it has decided so with the headers.
         data = b"%x\r\n%b\r\n" % (len(frame), frame) if handler.response_use_chunked else frame

@@ -56,6 +56,11 @@ class SamplingParams:
     repetition_guard: int = 0
     num_logprobs: int | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """The likeliest token, and no word about it."""
+        return self.temperature == 0 and self.num_logprobs is None
+
 
 class Constraint(Protocol):
     """A grammar, and how far the answer has come in it. Belongs to the engine thread."""
