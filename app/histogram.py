@@ -13,7 +13,6 @@ from itertools import accumulate
 
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector, CollectorRegistry
-from prometheus_client.utils import floatToGoString
 
 
 class Histogram(Collector):
@@ -40,7 +39,7 @@ class Histogram(Collector):
     def collect(self) -> Iterator[HistogramMetricFamily]:
         with self._lock:
             counts, total = list(accumulate(self._counts)), self._sum
-        names = [floatToGoString(bound) for bound in self._bounds]
+        names = [*map(str, self._bounds[:-1]), "+Inf"]
         buckets = list(zip(names, counts, strict=True))
         yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=total)
 

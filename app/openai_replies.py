@@ -9,9 +9,8 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from io import StringIO
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from .tool_calls import ToolParser
 
 DONE = b"data: [DONE]\n\n"
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Reply(ABC):
@@ -107,11 +105,11 @@ class Reply(ABC):
         index: int,
         choice: dict[str, Any],
         includes_usage: bool,
-        tail: Mapping[str, Any] = _NOTHING,
+        tail: dict[str, Any] | None = None,
     ) -> bytes:
         unused = {"usage": None} if includes_usage else {}  # OpenAI's chunks all have the field
         fields = {"object": self.chunk_object, "choices": [{"index": index} | choice]}
-        return event(self._head | fields | unused | tail)
+        return event(self._head | fields | unused | (tail or {}))
 
     @abstractmethod
     def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:

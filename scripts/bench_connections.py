@@ -56,7 +56,16 @@ TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 ROUTES = {"generate": "/generate", "chat": "/v1/chat/completions"}
 TABLE = "{:>12} {:>9} {:>8} {:>8} {:>8} {:>22} {:>12} {:>9}"
-TITLES = ("case", "events/s", "CPU", "hub", "engine", "health p50/p99/max ms", "KB/stream", "failures")
+TITLES = (
+    "case",
+    "events/s",
+    "CPU",
+    "hub",
+    "engine",
+    "health p50/p99/max ms",
+    "KB/stream",
+    "failures",
+)
 
 
 @dataclass(frozen=True)
@@ -251,7 +260,7 @@ class Server:
         root = Path(f"/proc/{self._process.pid}")
         threads = {}
         for task in (root / "task").iterdir():
-            # man 5 proc_pid_stat: behind the name, in parentheses, utime and stime are 12th and 13th
+            # man 5 proc_pid_stat: behind the name in parentheses, utime and stime are 12 and 13
             fields = (task / "stat").read_text().rpartition(")")[2].split()
             threads[int(task.name)] = (int(fields[11]) + int(fields[12])) / TICKS
         return Usage(threads, int((root / "statm").read_text().split()[1]) * PAGE)

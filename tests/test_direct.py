@@ -18,13 +18,12 @@ from app.api import create_app
 from app.connection import NotTaken
 from app.detokenizer import Detokenizer
 from app.direct import Outlet, Regular
-from app.edge import bind
+from app.edge import Edge, bind
 from app.errors import ClientLeft
 
-from .services import events, until
-from .sockets import GET, post
+from .services import events, running, until
+from .sockets import GET, post, serving_of
 from .test_departures import Steps, WatchedService
-from .test_departures import port, service, shared, steps  # noqa: F401  # fixtures
 from .test_failures import fail_at
 from .wire import Client, listening
 
@@ -37,6 +36,33 @@ BODIES: dict[str, dict[str, Any]] = {
     "usage": {"stream_options": {"include_usage": True}},
 }
 PATHS = ["/generate", "/v1/completions"]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[WatchedService, Edge]]:
+    with running(WatchedService()) as service, serving_of(service) as server:
+        yield service, server
+
+
+@pytest.fixture
+def port(shared: tuple[WatchedService, Edge]) -> int:
+    return int(shared[1].server_port)
+
+
+@pytest.fixture
+def steps(shared: tuple[WatchedService, Edge]) -> Iterator[Steps]:
+    """Behind it nothing runs."""
+    service, server = shared
+    service.answers.clear()
+    service.stub.change = steps = Steps()
+    yield steps
+    steps.set_free()
+    until(lambda: service.is_idle() and not server.open)
+
+
+@pytest.fixture
+def service(shared: tuple[WatchedService, Edge], steps: Steps) -> WatchedService:
+    return shared[0]
 
 
 @pytest.fixture
@@ -115,8 +141,8 @@ def read_stream(
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("path", PATHS)
 def test_stream_is_the_one_that_goes_through_wsgi(
-    service: WatchedService,  # noqa: F811
-    steps: Steps,  # noqa: F811
+    service: WatchedService,
+    steps: Steps,
     sent: list[bytes],
     name: str,
     path: str,
@@ -137,9 +163,9 @@ def test_stream_is_the_one_that_goes_through_wsgi(
 
 
 def test_http_1_0_gets_the_events_as_they_are(
-    service: WatchedService,  # noqa: F811
-    port: int,  # noqa: F811
-    steps: Steps,  # noqa: F811
+    service: WatchedService,
+    port: int,
+    steps: Steps,
     sent: list[bytes],
 ) -> None:
     body = b'{"prompt": "a", "max_tokens": 12, "ignore_eos": true, "stream": true}'
@@ -157,9 +183,9 @@ def test_http_1_0_gets_the_events_as_they_are(
 
 
 def test_next_request_on_the_connection_is_answered_behind_the_stream(
-    service: WatchedService,  # noqa: F811
-    port: int,  # noqa: F811
-    steps: Steps,  # noqa: F811
+    service: WatchedService,
+    port: int,
+    steps: Steps,
     sent: list[bytes],
 ) -> None:
     steps.set_free()
@@ -175,7 +201,7 @@ def test_next_request_on_the_connection_is_answered_behind_the_stream(
 # --- a client that does not read ------------------------------------------------------------------
 
 
-def stall(service: WatchedService, steps: Steps, client: Client, **body: Any) -> None:  # noqa: F811
+def stall(service: WatchedService, steps: Steps, client: Client, **body: Any) -> None:
     """Until a direct write was not taken."""
     client.send(prompt="a", max_tokens=600, ignore_eos=True, stream=True, logprobs=5, **body)
     until(lambda: service.answers)
@@ -185,7 +211,7 @@ def stall(service: WatchedService, steps: Steps, client: Client, **body: Any) ->
         gevent.sleep(0.001)
 
 
-def outlet_of(service: WatchedService) -> Outlet:  # noqa: F811
+def outlet_of(service: WatchedService) -> Outlet:
     outlet = service.answers[0]._outlet
     assert outlet is not None
     return outlet
@@ -193,8 +219,8 @@ def outlet_of(service: WatchedService) -> Outlet:  # noqa: F811
 
 @pytest.mark.parametrize("size", [4096, 16384])
 def test_client_that_stalls_and_goes_on_misses_nothing(
-    service: WatchedService,  # noqa: F811
-    steps: Steps,  # noqa: F811
+    service: WatchedService,
+    steps: Steps,
     sent: list[bytes],
     size: int,
 ) -> None:
@@ -215,8 +241,8 @@ def test_client_that_stalls_and_goes_on_misses_nothing(
 
 
 def test_client_that_takes_nothing_for_the_write_timeout_ends_its_request(
-    service: WatchedService,  # noqa: F811
-    steps: Steps,  # noqa: F811
+    service: WatchedService,
+    steps: Steps,
 ) -> None:
     with listening(service, write_timeout_ms=50) as server:
         server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -239,9 +265,9 @@ def test_client_that_takes_nothing_for_the_write_timeout_ends_its_request(
 
 @pytest.mark.parametrize("at", [3, 6])
 def test_failure_of_a_text_is_an_event_behind_what_came_before(
-    service: WatchedService,  # noqa: F811
-    port: int,  # noqa: F811
-    steps: Steps,  # noqa: F811
+    service: WatchedService,
+    port: int,
+    steps: Steps,
     sent: list[bytes],
     monkeypatch: pytest.MonkeyPatch,
     at: int,
@@ -260,9 +286,9 @@ def test_failure_of_a_text_is_an_event_behind_what_came_before(
 
 
 def test_failure_of_a_step_is_an_event_behind_what_came_before(
-    service: WatchedService,  # noqa: F811
-    port: int,  # noqa: F811
-    steps: Steps,  # noqa: F811
+    service: WatchedService,
+    port: int,
+    steps: Steps,
 ) -> None:
     def fail(plan: Any, logits: Any) -> None:
         raise RuntimeError("secret")
@@ -281,9 +307,9 @@ def test_failure_of_a_step_is_an_event_behind_what_came_before(
 
 
 def test_deadline_ends_a_stream_that_is_written_directly(
-    service: WatchedService,  # noqa: F811
-    port: int,  # noqa: F811
-    steps: Steps,  # noqa: F811
+    service: WatchedService,
+    port: int,
+    steps: Steps,
     sent: list[bytes],
 ) -> None:
     with Client(port) as client:
@@ -299,9 +325,9 @@ def test_deadline_ends_a_stream_that_is_written_directly(
 
 
 def test_stop_string_ends_a_stream_in_front_of_it(
-    service: WatchedService,  # noqa: F811
-    port: int,  # noqa: F811
-    steps: Steps,  # noqa: F811
+    service: WatchedService,
+    port: int,
+    steps: Steps,
     sent: list[bytes],
 ) -> None:
     steps.set_free()
@@ -321,9 +347,9 @@ def test_stop_string_ends_a_stream_in_front_of_it(
 
 
 def test_stream_counts_as_open_until_its_end(
-    service: WatchedService,  # noqa: F811
-    port: int,  # noqa: F811
-    steps: Steps,  # noqa: F811
+    service: WatchedService,
+    port: int,
+    steps: Steps,
     sent: list[bytes],
 ) -> None:
     with Client(port) as client:
@@ -338,9 +364,9 @@ def test_stream_counts_as_open_until_its_end(
 
 
 def test_access_log_counts_what_was_written_directly(
-    service: WatchedService,  # noqa: F811
-    port: int,  # noqa: F811
-    steps: Steps,  # noqa: F811
+    service: WatchedService,
+    port: int,
+    steps: Steps,
     sent: list[bytes],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -360,8 +386,8 @@ def test_access_log_counts_what_was_written_directly(
 
 
 def test_comments_that_a_client_does_not_take_neither_mix_nor_get_lost(
-    service: WatchedService,  # noqa: F811
-    steps: Steps,  # noqa: F811
+    service: WatchedService,
+    steps: Steps,
     sent: list[bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
