@@ -12,7 +12,8 @@ model that only counts) and a client process that opens N streams and reads them
 
 CPU is what the kernel has counted for the server process, over --seconds once all streams are open,
 as a share of one core: of the whole process, and of its two threads apart (the hub has HTTP, the
-engine thread steps, the stub model's arithmetic included). /health/live is asked every 50 ms on a
+engine thread steps, the stub model's arithmetic included); `system_share` is what of the whole was
+spent in the kernel, for the sockets above all. /health/live is asked every 50 ms on a
 kept connection meanwhile, which costs the server its share, too. Memory is what the process holds
 more than before the streams came, for each of them.
 
@@ -88,9 +89,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Usage:
-    """Seconds of CPU by thread, and resident bytes."""
+    """Seconds of CPU by thread, those of all within the system, and resident bytes."""
 
     threads: dict[int, float]
+    system: float
     rss: int
 
 
@@ -98,7 +100,7 @@ class Usage:
 
 
 def request(route: str, num_tokens: int) -> bytes:
-    asked: dict[str, Any] = {"max_tokens": num_tokens, "stream": True}
+    asked: dict[str, Any] = {"max_tokens": num_tokens, "temperature": 0, "stream": True}
     if route == "chat":
         asked |= {"messages": [{"role": "user", "content": "a"}]}
     else:
@@ -258,12 +260,13 @@ class Server:
 
     def usage(self) -> Usage:
         root = Path(f"/proc/{self._process.pid}")
-        threads = {}
+        threads, system = {}, 0.0
         for task in (root / "task").iterdir():
             # man 5 proc_pid_stat: behind the name in parentheses, utime and stime are 12 and 13
             fields = (task / "stat").read_text().rpartition(")")[2].split()
             threads[int(task.name)] = (int(fields[11]) + int(fields[12])) / TICKS
-        return Usage(threads, int((root / "statm").read_text().split()[1]) * PAGE)
+            system += int(fields[12]) / TICKS
+        return Usage(threads, system, int((root / "statm").read_text().split()[1]) * PAGE)
 
     def shares(self, before: Usage, after: Usage, seconds: float) -> dict[str, float]:
         used = {t: cpu - before.threads.get(t, 0.0) for t, cpu in after.threads.items()}
@@ -271,6 +274,7 @@ class Server:
             "cpu_share": sum(used.values()),
             "hub_share": used[self._process.pid],
             "engine_share": used[self.engine_thread],
+            "system_share": after.system - before.system,
         }
         return {name: round(value / seconds, 4) for name, value in shares.items()}
 
@@ -364,7 +368,7 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
         wait_for(lambda: server.gauge(gauge) == case.streams, f"{gauge} to be {case.streams}")
         server.set_pace("steady")
         wait_for(lambda: client.counts()["begun"] == case.streams, "every stream to begin")
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(min(SETTLE_SECONDS, seconds))
         with Probe(server.port) as probe:
             time.sleep(0.2)
             before, counts, started_at = server.usage(), client.counts(), time.monotonic()
