@@ -61,8 +61,8 @@ def create_app(service: Service) -> Flask:
         response = json_response(body, status)
         if isinstance(error, MethodNotAllowed) and error.valid_methods:
             response.headers["Allow"] = ", ".join(error.valid_methods)
-        if isinstance(error, ServeError) and not error.may_retry:
-            response.headers["x-should-retry"] = "false"  # OpenAI's client would, twice
+        if isinstance(error, ServeError):
+            response.headers.update(error.headers())
         if isinstance(error, UnreadableBody | PayloadTooLarge):
             response.headers["Connection"] = "close"  # where the next request begins is unknown
         return response

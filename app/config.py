@@ -15,6 +15,7 @@ import click
 from .edge_options import EDGE_OPTIONS
 from .errors import UnservableModel
 from .folder import find_graph, read_context_length
+from .queue_options import QUEUE_OPTIONS
 from .record import read_record
 
 
@@ -52,6 +53,8 @@ class Settings:
     write_timeout_ms: int
     tcp_user_timeout_ms: int
     log_format: str
+    max_queued_requests: int
+    max_queued_tokens: int
 
 
 def _model_folder(_: click.Context, __: click.Parameter, value: Path) -> Path:
@@ -232,6 +235,7 @@ OPTIONS: list[click.Parameter] = [
         default="info",
     ),
     *EDGE_OPTIONS,
+    *QUEUE_OPTIONS,
 ]
 
 

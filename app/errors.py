@@ -14,6 +14,7 @@
     |-- UriTooLong            414
     |-- UnsupportedMediaType  415
     |-- ExpectationFailed     417
+    |-- Overloaded            429  too much waits already
     |-- HeadersTooLarge       431
     |-- ClientLeft            499  for the log: nobody is there to be told
     |-- DeadlineExceeded      504  no token within the request's time
@@ -24,12 +25,13 @@
     UnservableModel           the folder cannot be served correctly; ends the process at start
     `-- WrongSetting          a setting asks for what this machine or model cannot do
 
-Each class holds its HTTP status, its `type` and `code` in OpenAI's error shape, and whether a
-client may send the same request again at once.
+Each class holds its HTTP status, its `type` and `code` in OpenAI's error shape, and whether and
+when a client may send the same request again.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 
@@ -38,6 +40,7 @@ class ServeError(Exception):
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
     may_retry: ClassVar[bool] = True
+    retry_after: float | None = None  # seconds, where they are known
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -46,6 +49,15 @@ class ServeError(Exception):
 
     def body(self) -> dict[str, Any]:
         return error_body(self.message, self.type, self.code, self.param)
+
+    def headers(self) -> dict[str, str]:
+        """What goes with it in the answer's head."""
+        said = {}
+        if self.retry_after is not None:
+            said["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
+        if not self.may_retry:
+            said["x-should-retry"] = "false"  # OpenAI's client would, twice
+        return said
 
 
 def error_body(message: str, type_: str, code: str, param: str | None = None) -> dict[str, Any]:
@@ -132,6 +144,30 @@ class ExpectationFailed(ServeError):
     status = 417
     type = "invalid_request_error"
     code = "expectation_failed"
+
+
+class Overloaded(ServeError):
+    """`position` is the place in the queue that there was no room for, `length` how many wait,
+    `seconds` how long what is in front will take."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+    def __init__(self, message: str, position: int, length: int, seconds: float) -> None:
+        super().__init__(message)
+        self.position = position
+        self.length = length
+        self.retry_after = seconds
+
+    def body(self) -> dict[str, Any]:
+        body = super().body()
+        body["error"] |= {
+            "queue_position": self.position,
+            "queue_length": self.length,
+            "estimated_wait_seconds": round(self.retry_after or 0.0, 1),
+        }
+        return body
 
 
 class HeadersTooLarge(ServeError):

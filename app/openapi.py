@@ -25,6 +25,7 @@ ERRORS = {
     408: "The body did not arrive in time.",
     413: "The body is larger than MAX_BODY_BYTES.",
     415: "The Content-Type is not application/json.",
+    429: "Too much waits already; `Retry-After` says how long that will take, in seconds.",
     500: "The model, or the server, failed on this request.",
     503: "The model is loading, hangs or has failed (not_ready), or the server ends (draining).",
     504: "The request's time was over before its first token.",

@@ -16,6 +16,7 @@ from . import generate_requests, openai_requests, responses
 JSON = "application/json"
 _SERVED = (500, 503)  # all routes that need the model
 _WORKS = (400, 408, 413, 415, 504, *_SERVED)
+_ANSWERS = (*_WORKS, 429)  # those that may have to wait
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ ROUTES: tuple[Route, ...] = (
         reply=responses.ChatBody,
         event=responses.ChatChunk,
         ends_with_done=True,
-        errors=(*_WORKS, 404),
+        errors=(*_ANSWERS, 404),
         example={
             "messages": [
                 {"role": "system", "content": "Answer in one sentence."},
@@ -70,7 +71,7 @@ ROUTES: tuple[Route, ...] = (
         reply=responses.CompletionBody,
         event=responses.CompletionChunk,
         ends_with_done=True,
-        errors=(*_WORKS, 404),
+        errors=(*_ANSWERS, 404),
         example={"prompt": "Gravity is", "max_tokens": 16, "temperature": 0},
     ),
     Route(
@@ -107,7 +108,7 @@ ROUTES: tuple[Route, ...] = (
         request=generate_requests.GenerateRequest,
         reply=responses.GenerateReply,
         event=responses.GenerateEvent,
-        errors=_WORKS,
+        errors=_ANSWERS,
         example={"prompt": "Gravity is", "max_tokens": 16},
     ),
     Route(

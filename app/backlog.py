@@ -1,0 +1,194 @@
+"""How much work waits, how long that will take, and whether there is room for more.
+
+The bounds of the queue, and the estimates that a client is told. Each field is written by one
+thread only: what has come by the hub, what has left the queue by the engine thread, each by adding
+to numbers; what waits is their difference. No method takes longer for a longer queue but `place`,
+which looks through it once a second at most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .errors import Overloaded
+from .pace import Pace
+from .sequence import Sequence, Status, StepPlan
+from .work import Line, Work
+
+_LISTED_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """In the queue: `position`, from 1, of `length`; `seconds` until a row is free, as expected."""
+
+    position: int
+    length: int
+    seconds: float
+
+
+class Backlog:
+    """`max_sequences` and `max_prompt_tokens` may wait. A request that is larger by itself is taken
+    when nothing waits: it would never be otherwise."""
+
+    def __init__(
+        self,
+        max_sequences: int = 1024,
+        max_prompt_tokens: int = 524_288,
+        prefill_chunk: int = 128,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.pace = Pace()
+        self._max_sequences = max_sequences
+        self._max_prompt_tokens = max_prompt_tokens
+        self._prefill_chunk = prefill_chunk
+        self._clock = clock
+        self._lines: dict[str, Line] = {}  # by owner
+        self._plan: StepPlan | None = None
+        self._listed: dict[int, tuple[int, Work]] = {}  # by id: position, and what is in front
+        self._listed_at = -_LISTED_SECONDS
+
+    # --- on the hub -------------------------------------------------------------------------------
+
+    @property
+    def num_sequences(self) -> int:
+        """That wait."""
+        return sum(line.num_sequences for line in self._lines.values())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of those that wait."""
+        return sum(line.num_prompt_tokens for line in self._lines.values())
+
+    def check(self, owner: str, num_sequences: int, num_prompt_tokens: int) -> None:
+        """Raises Overloaded if there is no room for so many more."""
+        num, tokens = self.num_sequences, self.num_prompt_tokens
+        if num == 0:
+            return
+        if num + num_sequences > self._max_sequences:
+            limit = f"at most {self._max_sequences} may wait (MAX_QUEUED_REQUESTS)"
+        elif tokens + num_prompt_tokens > self._max_prompt_tokens:
+            limit = f"at most {self._max_prompt_tokens} tokens may wait (MAX_QUEUED_TOKENS)"
+        else:
+            return
+        place = self.next_place(owner)
+        raise Overloaded(
+            f"the server is overloaded: {num} choices with {tokens} prompt tokens wait; {limit}. "
+            f"What is in front takes about {place.seconds:.0f} s",
+            place.position,
+            place.length,
+            place.seconds,
+        )
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            line = self._lines.get(sequence.owner)
+            if line is None:
+                line = self._lines[sequence.owner] = Line()
+            line.came.add(sequence, self._num_steps(len(sequence.prompt_ids)))
+
+    def next_place(self, owner: str) -> Place:
+        """That a sequence would have that came now, behind all others of its owner."""
+        ahead = self._ahead(owner)
+        position = round(ahead.num_sequences) + 1
+        return Place(position, self.num_sequences, self._seconds(ahead))
+
+    def place(self, sequence: Sequence, open_sequences: Iterable[Sequence]) -> Place | None:
+        """None if it does not wait. Among `open_sequences`, all that have not ended, in the order
+        in which they came."""
+        if not _waits(sequence):
+            return None
+        is_old = self._clock() - self._listed_at >= _LISTED_SECONDS
+        if is_old or id(sequence) not in self._listed:
+            self._list(open_sequences)
+        position, ahead = self._listed[id(sequence)]
+        return Place(position, len(self._listed), self._seconds(ahead))
+
+    def _ahead(self, owner: str) -> Work:
+        """All of the owner's, and of each other owner as much as that and a sequence more."""
+        answer_tokens = self.pace.answer_tokens
+        works = {name: line.work(answer_tokens) for name, line in self._lines.items()}
+        ahead = works.pop(owner, Work())
+        total = sum(works.values(), ahead)
+        share = ahead.num_tokens + total.num_tokens / max(1, total.num_sequences)
+        return sum((work.up_to(share) for work in works.values()), ahead)
+
+    def _list(self, open_sequences: Iterable[Sequence]) -> None:
+        """Orders all that wait as the scheduler will, as if all owners had been served alike."""
+        lines: dict[str, list[Sequence]] = {}
+        for sequence in open_sequences:
+            if _waits(sequence):
+                lines.setdefault(sequence.owner, []).append(sequence)
+        tagged: list[tuple[float, Sequence, Work]] = []
+        for line in lines.values():
+            line.sort(key=lambda sequence: sequence.priority)
+            served = 0.0
+            for sequence in line:
+                work = self._work(sequence)
+                tagged.append((served, sequence, work))
+                served += work.num_tokens
+        tagged.sort(key=lambda entry: entry[0])
+        self._listed = {}
+        ahead = Work()
+        for position, (_, sequence, work) in enumerate(tagged, 1):
+            self._listed[id(sequence)] = position, ahead
+            ahead += work
+        self._listed_at = self._clock()
+
+    def _work(self, sequence: Sequence) -> Work:
+        """Of one that waits or runs."""
+        num_unread = max(0, len(sequence.prompt_ids) - sequence.num_cached)
+        num_answered = len(sequence.output_ids)
+        expected = max(1.0, self.pace.answer_tokens - num_answered)
+        left = min(expected, sequence.params.max_tokens - num_answered)
+        return Work(1, num_unread, self._num_steps(num_unread), left)
+
+    def _seconds(self, ahead: Work) -> float:
+        """Until a row is free for a sequence behind `ahead`.
+
+        Prompts are read one after the other; rows end, on average, once all that they have had in
+        front has run, but for half an answer of each that still runs then.
+        """
+        plan = self._plan
+        if plan is None:
+            return 0.0
+        running = [self._work(s) for s in plan.decode if not s.is_finished]
+        if plan.prefill is not None and not plan.prefill.sequence.is_finished:
+            running.append(self._work(plan.prefill.sequence))
+        total = sum(running, ahead)
+        num_steps = total.num_steps
+        num_rows = plan.rows_per_run
+        if ahead.num_sequences + len(running) >= num_rows:
+            num_steps = max(num_steps, min((work.row_steps for work in running), default=0))
+            if ahead.num_sequences:
+                half_answers = ahead.num_answer_tokens / ahead.num_sequences / 2
+                row_steps = total.row_steps - (num_rows - 1) * half_answers
+                num_steps = max(num_steps, row_steps / num_rows)
+        return self.pace.seconds(num_steps, total.num_prompt_tokens)
+
+    def _num_steps(self, num_prompt_tokens: int) -> int:
+        return -(-num_prompt_tokens // self._prefill_chunk)
+
+    # --- on the engine thread ---------------------------------------------------------------------
+
+    def planned(self, plan: StepPlan) -> None:
+        """A step begins; what it takes out of the queue waits no more."""
+        self._plan = plan
+        for sequence in plan.dequeued:
+            line = self._lines.get(sequence.owner)
+            if line is not None:  # a self-test has not come through the hub
+                line.gone.add(sequence, self._num_steps(len(sequence.prompt_ids)))
+
+    def stepped(self, plan: StepPlan, seconds: float) -> None:
+        num_tokens = len(plan.prefill.token_ids) if plan.prefill is not None else 0
+        self.pace.stepped(num_tokens, seconds)
+
+    def finished(self, sequence: Sequence) -> None:
+        if sequence.output_ids and sequence.owner in self._lines:  # likewise
+            self.pace.answered(len(sequence.output_ids))
+
+
+def _waits(sequence: Sequence) -> bool:
+    return sequence.status is Status.WAITING and sequence.ended_by is None
