@@ -63,16 +63,24 @@ class Backlog:
         return sum(line.num_prompt_tokens for line in self._lines.values())
 
     def check(self, owner: str, num_sequences: int, num_prompt_tokens: int) -> None:
-        """Raises Overloaded if there is no room for so many more."""
+        """Raises Overloaded if there is no room for so many more.
+
+        A named owner may fill as much as it leaves free, so that there is room for others (the
+        dynamic threshold of Choudhury & Hahne 1998, with a factor of 1).
+        """
         num, tokens = self.num_sequences, self.num_prompt_tokens
         if num == 0:
             return
-        if num + num_sequences > self._max_sequences:
+        own = self._lines.get(owner) if owner else None
+        own_num, own_tokens = (own.num_sequences, own.num_prompt_tokens) if own else (0, 0)
+        if own_num + num_sequences > self._max_sequences - num:
             limit = f"at most {self._max_sequences} may wait (MAX_QUEUED_REQUESTS)"
-        elif tokens + num_prompt_tokens > self._max_prompt_tokens:
+        elif own_tokens + num_prompt_tokens > self._max_prompt_tokens - tokens:
             limit = f"at most {self._max_prompt_tokens} tokens may wait (MAX_QUEUED_TOKENS)"
         else:
             return
+        if own_num:
+            limit += f", and of one API key as many as it leaves free: of this one {own_num} wait"
         place = self.next_place(owner)
         raise Overloaded(
             f"the server is overloaded: {num} choices with {tokens} prompt tokens wait; {limit}. "

@@ -31,10 +31,10 @@ class Pace:
         if self.step_seconds == 0.0:  # a guess, until there is one that only decodes
             self.step_seconds = seconds
         if num_prompt_tokens:
-            beyond = max(0.0, seconds - self.step_seconds)
+            beyond = seconds - self.step_seconds  # below 0 by chance, where prompts are short
             self._prompt_seconds = _DECAY * self._prompt_seconds + beyond
             self._prompt_tokens = _DECAY * self._prompt_tokens + num_prompt_tokens
-            self.token_seconds = self._prompt_seconds / self._prompt_tokens
+            self.token_seconds = max(0.0, self._prompt_seconds / self._prompt_tokens)
         else:
             self._num_decodes += 1
             weight = max(1 / _NUM_STEPS, 1 / self._num_decodes)

@@ -247,6 +247,22 @@ def refuses(backlog: Backlog, more: tuple[int, int]) -> bool:
     return False
 
 
+def test_key_that_floods_leaves_room_for_others_and_these_for_more() -> None:
+    backlog = Backlog(max_sequences=100)
+
+    def flood(owner: str) -> int:
+        for num_taken in range(101):
+            try:
+                backlog.check(owner, 1, 1)
+            except Overloaded as error:
+                assert "API key" in error.message
+                return num_taken
+            backlog.add([asked(owner=owner)])
+        raise AssertionError("there is no bound")
+
+    assert [flood(owner) for owner in "abcd"] == [50, 25, 13, 6]
+
+
 def test_refusal_says_what_waits_and_which_bound_that_is() -> None:
     backlog = bounded(10, max_sequences=10)
     with pytest.raises(Overloaded) as caught:
