@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 
 from .errors import Overloaded
 from .pace import Pace
@@ -27,6 +28,15 @@ class Place:
     position: int
     length: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """What runs, on so many rows at most, and the steps until the first of them ends."""
+
+    num_rows: int
+    work: Work
+    num_steps_to_first: float
 
 
 class Backlog:
@@ -47,8 +57,9 @@ class Backlog:
         self._clock = clock
         self._lines: dict[str, Line] = {}  # by owner
         self._plan: StepPlan | None = None
-        self._listed: dict[int, tuple[int, Work]] = {}  # by id: position, and what is in front
+        self._listed: dict[int, tuple[int, int, int, float]] = {}  # by id: the Work in front
         self._listed_at = -_LISTED_SECONDS
+        self._listed_running = self._running()
 
     # --- on the hub -------------------------------------------------------------------------------
 
@@ -101,7 +112,7 @@ class Backlog:
         """That a sequence would have that came now, behind all others of its owner."""
         ahead = self._ahead(owner)
         position = round(ahead.num_sequences) + 1
-        return Place(position, self.num_sequences, self._seconds(ahead))
+        return Place(position, self.num_sequences, self._seconds(ahead, self._running()))
 
     def place(self, sequence: Sequence, open_sequences: Iterable[Sequence]) -> Place | None:
         """None if it does not wait. Among `open_sequences`, all that have not ended, in the order
@@ -111,8 +122,9 @@ class Backlog:
         is_old = self._clock() - self._listed_at >= _LISTED_SECONDS
         if is_old or id(sequence) not in self._listed:
             self._list(open_sequences)
-        position, ahead = self._listed[id(sequence)]
-        return Place(position, len(self._listed), self._seconds(ahead))
+        ahead = Work(*self._listed[id(sequence)])
+        seconds = self._seconds(ahead, self._listed_running)
+        return Place(int(ahead.num_sequences) + 1, len(self._listed), seconds)
 
     def _ahead(self, owner: str) -> Work:
         """All of the owner's, and of each other owner as much as that and a sequence more."""
@@ -124,56 +136,65 @@ class Backlog:
         return sum((work.up_to(share) for work in works.values()), ahead)
 
     def _list(self, open_sequences: Iterable[Sequence]) -> None:
-        """Orders all that wait as the scheduler will, as if all owners had been served alike."""
+        """Orders all that wait as the scheduler will, as if all owners had been served alike.
+
+        Bare numbers, for they may be thousands.
+        """
         lines: dict[str, list[Sequence]] = {}
         for sequence in open_sequences:
             if _waits(sequence):
                 lines.setdefault(sequence.owner, []).append(sequence)
-        tagged: list[tuple[float, Sequence, Work]] = []
+        tagged: list[tuple[float, int, int, int, float]] = []
+        chunk, expected = self._prefill_chunk, self.pace.answer_tokens
         for line in lines.values():
-            line.sort(key=lambda sequence: sequence.priority)
+            line.sort(key=attrgetter("priority"))
             served = 0.0
             for sequence in line:
-                work = self._work(sequence)
-                tagged.append((served, sequence, work))
-                served += work.num_tokens
-        tagged.sort(key=lambda entry: entry[0])
+                prompt = len(sequence.prompt_ids)
+                answer = min(expected, sequence.params.max_tokens)
+                tagged.append((served, id(sequence), prompt, -(-prompt // chunk), answer))
+                served += prompt + answer
+        if len(lines) > 1:
+            tagged.sort(key=itemgetter(0))
         self._listed = {}
-        ahead = Work()
-        for position, (_, sequence, work) in enumerate(tagged, 1):
-            self._listed[id(sequence)] = position, ahead
-            ahead += work
+        prompts, steps, answers = 0, 0, 0.0
+        for position, (_, key, prompt, step, answer) in enumerate(tagged):
+            self._listed[key] = (position, prompts, steps, answers)
+            prompts, steps, answers = prompts + prompt, steps + step, answers + answer
         self._listed_at = self._clock()
+        self._listed_running = self._running()
 
     def _work(self, sequence: Sequence) -> Work:
-        """Of one that waits or runs."""
+        """Of one that runs."""
         num_unread = max(0, len(sequence.prompt_ids) - sequence.num_cached)
         num_answered = len(sequence.output_ids)
         expected = max(1.0, self.pace.answer_tokens - num_answered)
         left = min(expected, sequence.params.max_tokens - num_answered)
         return Work(1, num_unread, self._num_steps(num_unread), left)
 
-    def _seconds(self, ahead: Work) -> float:
+    def _running(self) -> _Running:
+        plan = self._plan
+        if plan is None:
+            return _Running(1, Work(), 0)
+        sequences = [*plan.decode, *([plan.prefill.sequence] if plan.prefill else [])]
+        works = [self._work(sequence) for sequence in sequences if not sequence.is_finished]
+        first = min((work.row_steps for work in works), default=0.0)
+        return _Running(plan.rows_per_run, sum(works, Work()), first)
+
+    def _seconds(self, ahead: Work, running: _Running) -> float:
         """Until a row is free for a sequence behind `ahead`.
 
         Prompts are read one after the other; rows end, on average, once all that they have had in
         front has run, but for half an answer of each that still runs then.
         """
-        plan = self._plan
-        if plan is None:
-            return 0.0
-        running = [self._work(s) for s in plan.decode if not s.is_finished]
-        if plan.prefill is not None and not plan.prefill.sequence.is_finished:
-            running.append(self._work(plan.prefill.sequence))
-        total = sum(running, ahead)
+        total = ahead + running.work
         num_steps = total.num_steps
-        num_rows = plan.rows_per_run
-        if ahead.num_sequences + len(running) >= num_rows:
-            num_steps = max(num_steps, min((work.row_steps for work in running), default=0))
+        if total.num_sequences >= running.num_rows:
+            num_steps = max(num_steps, running.num_steps_to_first)
             if ahead.num_sequences:
                 half_answers = ahead.num_answer_tokens / ahead.num_sequences / 2
-                row_steps = total.row_steps - (num_rows - 1) * half_answers
-                num_steps = max(num_steps, row_steps / num_rows)
+                row_steps = total.row_steps - (running.num_rows - 1) * half_answers
+                num_steps = max(num_steps, row_steps / running.num_rows)
         return self.pace.seconds(num_steps, total.num_prompt_tokens)
 
     def _num_steps(self, num_prompt_tokens: int) -> int:

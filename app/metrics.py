@@ -5,6 +5,8 @@ Names and bucket edges follow vLLM's (DESIGN 7), with our prefix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -85,10 +87,10 @@ class Metrics:
             ("reason",),
         )
 
-    def watch(self, backlog: Backlog) -> None:
-        """It is asked when the metrics are read, on the hub."""
-        self._queued_tokens.set_function(lambda: backlog.num_prompt_tokens)
-        self._wait.set_function(lambda: backlog.next_place("").seconds)
+    def watch(self, backlog: Callable[[], Backlog]) -> None:
+        """What it returns is asked when the metrics are read, on the hub."""
+        self._queued_tokens.set_function(lambda: backlog().num_prompt_tokens)
+        self._wait.set_function(lambda: backlog().next_place("").seconds)
 
     def stepped(self, plan: StepPlan) -> None:
         self._batch.observe(plan.num_rows)

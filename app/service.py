@@ -78,8 +78,8 @@ class Service:
         backlog = Backlog(
             settings.max_queued_requests, settings.max_queued_tokens, settings.prefill_chunk
         )
-        self.metrics.watch(backlog)
         self.bridge = Bridge(self._load, settings.max_step_seconds, backlog)
+        self.metrics.watch(lambda: self.bridge.backlog)
         self.drain = Drain(self.bridge, settings.pre_drain_seconds, settings.drain_seconds)
         self._model: LoadedModel | None = None
 
