@@ -278,10 +278,10 @@ def test_refusal_says_what_waits_and_which_bound_that_is() -> None:
 def test_refusal_takes_no_longer_for_a_long_queue() -> None:
     backlog = Backlog(max_sequences=5000)
     backlog.add([asked(3, 1 + i, f"key {i % 10}") for i in range(5000)])
-    started_at = time.perf_counter()
+    started_at = time.thread_time()
     for _ in range(100):
         assert refuses(backlog, (1, 1))
-    assert (time.perf_counter() - started_at) / 100 < 0.001
+    assert (time.thread_time() - started_at) / 100 < 0.001
 
 
 # --- pace -----------------------------------------------------------------------------------------

@@ -109,9 +109,12 @@ def test_request_over_the_bound_is_a_429_that_says_what_it_would_have_waited_for
 def test_refusal_takes_less_than_50_ms() -> None:
     with serving(1, max_queued_requests=50) as (service, server, _):
         fill(service, server, 50)
-        started_at = time.perf_counter()
-        assert all(ask(server).status == 429 for _ in range(20))
-        assert (time.perf_counter() - started_at) / 20 < 0.05
+        seconds = []
+        for _ in range(20):
+            started_at = time.perf_counter()
+            assert ask(server).status == 429
+            seconds.append(time.perf_counter() - started_at)
+        assert statistics.median(seconds) < 0.05
 
 
 @pytest.mark.parametrize("path", [b"/generate", b"/v1/completions", b"/v1/chat/completions"])

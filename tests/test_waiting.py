@@ -98,9 +98,10 @@ def test_what_is_removed_is_never_taken() -> None:
 
 
 def seconds(act: Callable[[], object]) -> float:
-    started_at = time.perf_counter()
+    """Of this thread's own."""
+    started_at = time.thread_time()
     act()
-    return time.perf_counter() - started_at
+    return time.thread_time() - started_at
 
 
 def test_long_queue_is_as_quick_as_a_short_one() -> None:
