@@ -8,6 +8,7 @@
     |   |-- DeadEnd           400  its grammar or its allowed tokens leave no token to choose
     |   |-- UnreadableBody    400  shorter than announced, or broken chunks
     |   `-- MalformedRequest  400  not HTTP, or HTTP that could be read in two ways
+    |-- InvalidApiKey         401  none, or one that is not known
     |-- ModelNotFound         404  another model than the one that is served
     |-- SlowClient            408  the request did not arrive in time
     |-- PayloadTooLarge       413
@@ -15,6 +16,7 @@
     |-- UnsupportedMediaType  415
     |-- ExpectationFailed     417
     |-- Overloaded            429  too much waits already
+    |-- RateLimited           429  a key's requests, tokens or open requests are spent
     |-- HeadersTooLarge       431
     |-- ClientLeft            499  for the log: nobody is there to be told
     |-- DeadlineExceeded      504  no token within the request's time
@@ -110,6 +112,15 @@ class MalformedRequest(InvalidRequest):
     code = "malformed_request"
 
 
+class InvalidApiKey(ServeError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return super().headers() | {"WWW-Authenticate": "Bearer"}
+
+
 class ModelNotFound(ServeError):
     status = 404
     type = "invalid_request_error"
@@ -170,6 +181,16 @@ class Overloaded(ServeError):
         return body
 
 
+class RateLimited(ServeError):
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class HeadersTooLarge(ServeError):
     status = 431
     type = "invalid_request_error"
@@ -203,6 +224,7 @@ class TooManyConnections(ServeError):
     status = 503
     type = "service_unavailable_error"
     code = "too_many_connections"
+    retry_after = 1.0
 
 
 class ModelFailure(ServeError):

@@ -14,9 +14,14 @@ from pydantic import BaseModel
 from . import generate_requests, openai_requests, responses
 
 JSON = "application/json"
+_OPEN = frozenset({"/", "/docs", "/metrics", "/openapi.json"})
 _SERVED = (500, 503)  # all routes that need the model
 _WORKS = (400, 408, 413, 415, 504, *_SERVED)
-_ANSWERS = (*_WORKS, 429)  # those that may have to wait
+
+
+def is_open(path: str) -> bool:
+    """Does a request for it need no API key, though there are some? (`/admin/` has its own.)"""
+    return path in _OPEN or path.startswith(("/health/", "/admin/"))
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,13 @@ class Route:
     example: dict[str, Any] | None = None
 
     @property
+    def statuses(self) -> list[int]:
+        """Of all its errors, those of the API key included."""
+        if is_open(self.path):
+            return sorted(self.errors)
+        return sorted({*self.errors, 401, *([429] if self.method == "POST" else [])})
+
+    @property
     def name(self) -> str:
         """As `post_v1_chat_completions`."""
         words = self.path.replace("{", "").replace("}", "").replace(".", "_").split("/")
@@ -53,7 +65,7 @@ ROUTES: tuple[Route, ...] = (
         reply=responses.ChatBody,
         event=responses.ChatChunk,
         ends_with_done=True,
-        errors=(*_ANSWERS, 404),
+        errors=(*_WORKS, 404),
         example={
             "messages": [
                 {"role": "system", "content": "Answer in one sentence."},
@@ -71,7 +83,7 @@ ROUTES: tuple[Route, ...] = (
         reply=responses.CompletionBody,
         event=responses.CompletionChunk,
         ends_with_done=True,
-        errors=(*_ANSWERS, 404),
+        errors=(*_WORKS, 404),
         example={"prompt": "Gravity is", "max_tokens": 16, "temperature": 0},
     ),
     Route(
@@ -108,7 +120,7 @@ ROUTES: tuple[Route, ...] = (
         request=generate_requests.GenerateRequest,
         reply=responses.GenerateReply,
         event=responses.GenerateEvent,
-        errors=_ANSWERS,
+        errors=_WORKS,
         example={"prompt": "Gravity is", "max_tokens": 16},
     ),
     Route(
