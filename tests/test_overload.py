@@ -18,6 +18,7 @@ import pytest
 
 from app import http
 from app.edge import Edge
+from app.keys import read_pairs
 from app.sequence import StepPlan
 
 from .services import SETTINGS, StubService, running, until
@@ -42,7 +43,7 @@ class Gate:
 
 
 @contextmanager
-def serving(num_rows: int, **bounds: int) -> Iterator[tuple[StubService, Edge, Gate]]:
+def serving(num_rows: int, **bounds: Any) -> Iterator[tuple[StubService, Edge, Gate]]:
     """Its model waits for the gate."""
     service = StubService(replace(SETTINGS, **bounds), max_batch_size=num_rows)
     with gevent.Timeout(60), running(service), serving_of(service) as server:
@@ -227,6 +228,29 @@ def test_priority_of_a_request_goes_before_its_arrival() -> None:
         gevent.joinall(jobs)
         order = [plan.prefill.sequence.request_id for plan in service.stub.plans if plan.prefill]
         assert order == ["running", "urgent", "waits-0", "waits-1"]
+
+
+def test_key_that_floods_leaves_others_their_turn_and_their_room() -> None:
+    keys = read_pairs("flood:0123456789abcdef,other:fedcba9876543210")
+    with serving(1, max_queued_requests=8, api_keys=keys) as (service, server, gate):
+
+        def ask_as(secret: bytes, request_id: str) -> int:
+            head = (b"X-Request-Id: " + request_id.encode(), b"Authorization: Bearer " + secret)
+            with Client(server) as client:
+                body = b'{"prompt": "a", "max_tokens": 2, "priority": -1000}'
+                return client.send(post(body, *head, path=b"/generate")).read().status
+
+        jobs = [gevent.spawn(ask_as, b"0123456789abcdef", "flood-0")]
+        until(lambda: service.stub.plans)
+        jobs += [gevent.spawn(ask_as, b"0123456789abcdef", f"flood-{i}") for i in range(1, 9)]
+        until(lambda: service.bridge.backlog.num_sequences == 4)
+        jobs.append(gevent.spawn(ask_as, b"fedcba9876543210", "other"))
+        until(lambda: service.bridge.backlog.num_sequences == 5)
+        gate.is_open = True
+        statuses = [job.get() for job in jobs]
+        assert (statuses.count(429), statuses[-1]) == (4, 200)
+        order = [plan.prefill.sequence.request_id for plan in service.stub.plans if plan.prefill]
+        assert order.index("other") == 1
 
 
 @pytest.mark.parametrize("priority", [-1001, 1001, 0.5, "high"])
