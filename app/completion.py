@@ -20,6 +20,7 @@ from .stops import StopMatcher
 if TYPE_CHECKING:
     from gevent.event import Event
 
+    from .backlog import Place
     from .bridge import TokenStream
     from .direct import Outlet
 
@@ -85,6 +86,10 @@ class Completion:
             return self._delta(text) if text or self._tokens else None
         self._kept = text
         return None
+
+    def place(self) -> Place | None:
+        """In the queue; None if it does not wait."""
+        return self._stream.place()
 
     def expire(self) -> Delta:
         """Ends a choice whose time is over; its last delta."""
@@ -191,6 +196,10 @@ class Answer:
     def nudge(self) -> None:
         """Wakes whoever waits."""
         self._arrival.set()
+
+    def place(self) -> Place | None:
+        """In the queue, of its first choice; None once that is taken up."""
+        return self.completions[0].place()
 
     def __iter__(self) -> Iterator[tuple[int, Delta]]:
         running = dict(enumerate(self.completions))

@@ -21,7 +21,7 @@ from .direct import Outlet, Regular
 from .errors import InvalidRequest, PayloadTooLarge, UnreadableBody, UnsupportedMediaType
 from .limits import deadline
 from .protocol import parse
-from .replies import guarded, keep_alive, summary
+from .replies import guarded, keep_alive, summary, usage
 from .service import Ask
 
 if TYPE_CHECKING:
@@ -75,11 +75,16 @@ def read_deadline(timeout_ms: int | None, settings: Settings) -> float | None:
     return deadline(timeout_ms, header, settings.max_timeout_ms, g.arrived_at)
 
 
+def owner() -> str:
+    """Whose request this is: the name of its API key."""
+    return str(g.get("owner", ""))
+
+
 def ask(prompts: list[list[int]], deadline_at: float | None, **fields: Any) -> Ask:
     """The rest of what this request asks for; `fields` are those of `Ask`."""
     return Ask(
         *(g.request_id, g.arrived_at, g.departure, prompts),
-        owner=g.get("owner", ""),
+        owner=owner(),
         deadline_at=deadline_at,
         **fields,
     )
@@ -90,6 +95,7 @@ def json_response(fields: dict[str, Any], status: int = 200) -> Response:
 
 
 def send_whole(answer: Answer, frame: Callable[[Iterable[Indexed]], dict[str, Any]]) -> Response:
+    _meter(answer)
     try:
         return json_response(frame(answer))
     finally:
@@ -111,6 +117,7 @@ def send_stream(
     outlet: Outlet | None = request.environ.get(direct.ENVIRON_KEY)
     if outlet is not None:
         answer.write_to(outlet, frame_running)
+    _meter(answer)
     try:
         if answer.wait(KEEP_ALIVE_SECONDS):
             deltas = iter(answer)
@@ -160,6 +167,12 @@ def _comment(answer: Answer, outlet: Outlet) -> None:
 def note(**fields: Any) -> None:
     """What the access log shall say of this request."""
     request.environ.setdefault(NOTE, {}).update(fields)
+
+
+def _meter(answer: Answer) -> None:
+    """Charges its tokens to the key that asks, if there is one."""
+    if (lease := g.get("lease")) is not None:
+        lease.meter(lambda: usage(answer)["total_tokens"])
 
 
 def _tell(answer: Answer) -> None:

@@ -4,6 +4,7 @@ how a stream of events ends."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients pass over
 _MARK = "\0text\0"
 _MARKED = orjson.dumps(_MARK)
+
+
+def keep_alive(answer: Answer) -> bytes:
+    """What a stream says that has nothing to tell yet: while the request waits, its place in the
+    queue."""
+    place = answer.place()
+    if place is None:
+        return KEEP_ALIVE
+    seconds = max(1, math.ceil(place.seconds))
+    return f": queued, position {place.position} of {place.length}, about {seconds} s\n\n".encode()
 
 
 def usage(answer: Answer) -> dict[str, int]:
@@ -107,11 +119,6 @@ class TextEvent:
         if not self._head:
             self._head, _, self._tail = self._frame_whole(_MARK).rpartition(_MARKED)
         return self._head + orjson.dumps(text) + self._tail
-
-
-def keep_alive(answer: Answer) -> bytes:
-    """What a stream gets while it waits: a comment, which clients pass over."""
-    return b": keep-alive\n\n"
 
 
 def guarded(

@@ -50,6 +50,7 @@ SERVER = Path(__file__).with_name("paced_server.py")
 VOCAB = 128  # of the stub: token n is " n"
 PROBE_SECONDS = 0.05
 QUEUED_PACE_MS = 50.0
+QUEUE = ["--max-queued-requests", "10000", "--max-queued-tokens", "100000000"]
 SPARE_SECONDS = 20.0  # in which all streams have come, and the measurement has begun
 SETTLE_SECONDS = 2.0  # what was piled up while the streams came is worked off
 GIVE_UP_SECONDS = 120.0
@@ -235,7 +236,7 @@ class Server:
         self.set_pace("fill")
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, str(SERVER), *arguments, "--max-batch-size", str(rows)],
+                [sys.executable, str(SERVER), *arguments, "--max-batch-size", str(rows), *QUEUE],
                 env=os.environ | environment,
                 stderr=log,
             )

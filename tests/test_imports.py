@@ -20,12 +20,14 @@ OWN: dict[str, set[str]] = {
     "departure": {"errors"},
     "direct": {"errors"},
     "edge_options": set(),
+    "queue_options": {"edge_options"},
     "access": set(),
     "logs": set(),
     "machine": set(),
     "repetition": set(),
     "pulse": set(),
     "batch_limit": set(),
+    "pace": set(),
     "stops": set(),
     "precision": set(),
     # the model folder, as far as it can be read without its weights
@@ -36,14 +38,23 @@ OWN: dict[str, set[str]] = {
     "graph": {"attention", "errors", "external_data", "folder"},
     "context": {"folder", "graph", "record"},
     # one idea each
-    "config": {"edge_options", "errors", "folder", "record"},
+    "quota": {"errors"},
+    "keys": {"quota"},
+    "key_ring": {"keys"},
+    "key_options": {"keys"},
+    "config": {
+        *{"edge_options", "errors", "folder", "key_options", "keys", "queue_options", "record"},
+    },
     "kv_cache": {"sequence"},
     "masks": {"sequence"},
     "candidates": {"sequence"},
     "edits": {"sequence"},
     "logprobs": {"candidates", "sequence"},
     "sampler": {"candidates", "edits", "logprobs", "sequence"},
-    "scheduler": {"batch_limit", "repetition", "sampler", "sequence"},
+    "waiting": {"sequence"},
+    "work": {"sequence"},
+    "backlog": {"errors", "pace", "sequence", "work"},
+    "scheduler": {"batch_limit", "repetition", "sampler", "sequence", "waiting"},
     "form": {"graph", "kv_cache"},
     "fused": {"form", "graph", "kv_cache"},
     "portable": {"errors", "form", "kv_cache"},
@@ -71,13 +82,15 @@ OWN: dict[str, set[str]] = {
         *{"detokenizer", "errors", "lark", "masks", "schema", "tool_grammar", "tool_schemas"},
     },
     "histogram": set(),
-    "metrics": {"histogram", "sequence"},
+    "metrics": {"backlog", "histogram", "sequence"},
     # the engine, its thread, and an answer as it comes out of it
-    "engine": {"kv_cache", "masks", "sampler", "scheduler", "sequence"},
-    "bridge": {"engine", "errors", "pulse", "sequence"},
+    "engine": {"backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
+    "bridge": {"backlog", "engine", "errors", "pulse", "sequence"},
     "drain": {"bridge", "errors"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
-    "completion": {"bridge", "detokenizer", "direct", "errors", "sequence", "stops"},
+    "completion": {
+        *{"backlog", "bridge", "detokenizer", "direct", "errors", "sequence", "stops"},
+    },
     # HTTP
     "framing": {"config", "errors"},
     "body": {"config", "errors", "framing"},
@@ -95,6 +108,8 @@ OWN: dict[str, set[str]] = {
     },
     "responses": set(),
     "routes": {"generate_requests", "openai_requests", "responses"},
+    "guard": {"access", "errors", "key_ring", "keys", "quota", "routes"},
+    "cors": set(),
     "openapi": {"http", "limits", "responses", "routes"},
     "docs_page": {"http", "openapi"},
     "loading": {
@@ -102,8 +117,10 @@ OWN: dict[str, set[str]] = {
         *{"probe", "record", "scheduler", "text"},
     },
     "service": {
-        *{"bridge", "completion", "config", "engine", "errors", "graph", "loading", "metrics"},
+        *{"backlog", "bridge", "completion", "config", "engine", "errors", "graph", "loading"},
+        "metrics",
         *{"chat", "departure", "drain", "fields", "grammar", "limits", "sequence", "tools"},
+        *{"guard", "key_ring", "quota"},
     },
     "http": {
         *{"access", "completion", "config", "departure", "direct", "errors", "limits", "protocol"},
@@ -116,17 +133,24 @@ OWN: dict[str, set[str]] = {
         *{"errors", "fields", "http", "limits", "openai_replies", "openai_requests", "service"},
         *{"chat", "schema", "tool_calls", "tool_grammar", "tools"},
     },
-    "api": {"docs_page", "errors", "generate_api", "http", "openai_api", "service"},
+    "ops_api": {"http", "service"},
+    "api": {
+        *{"cors", "docs_page", "errors", "generate_api", "http", "openai_api", "ops_api"},
+        "service",
+    },
     "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "service"},
 }
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
-    "click": {"config", "edge_options"},
-    "flask": {"api", "docs_page", "edge", "generate_api", "http", "openai_api"},
+    "click": {"config", "edge_options", "key_options", "queue_options"},
+    "flask": {
+        *{"api", "cors", "docs_page", "edge", "generate_api", "guard", "http", "openai_api"},
+        "ops_api",
+    },
     "gevent": {
         *{"__main__", "bridge", "completion", "connection", "departure", "direct", "drain"},
-        *{"edge", "framing"},
+        *{"edge", "framing", "guard"},
     },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar", "masks"},
@@ -138,18 +162,18 @@ DOORS: dict[str, set[str]] = {
     "onnxruntime": {"form", "fused", "model"},
     "optimum": {"model"},
     "orjson": {"connection", "http", "openai_replies", "protocol", "replies"},
-    "prometheus_client": {"api", "histogram", "metrics", "service"},
+    "prometheus_client": {"histogram", "metrics", "ops_api", "service"},
     "psutil": {"machine"},
     "pydantic": {
         *{"fields", "generate_requests", "http", "openai_requests", "openapi", "protocol"},
-        *{"record", "responses", "routes"},
+        *{"keys", "record", "responses", "routes"},
     },
     "pydantic_core": {"protocol"},
     "pythonjsonlogger": {"logs"},
     "tokenizers": {"detokenizer", "grammar", "plain", "text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
     "transformers": {"ends", "text"},
-    "werkzeug": {"api", "drain"},
+    "werkzeug": {"api", "drain", "guard"},
 }
 
 
