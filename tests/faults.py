@@ -365,7 +365,6 @@ class Rig:
         self.service.stub.plans.clear()
         self.service.stub.change = lambda plan, logits: None
         if not is_dead:  # its scheduler keeps what it had
-            for o in _live(): print("LIVE", str(o)[:80], [(type(r), str(r)[:200]) for r in gc.get_referrers(o)])
             assert _live() == []
 
     def check_serves(self) -> None:
