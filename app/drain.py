@@ -93,7 +93,8 @@ class Drain:
 
 
 class _Counted:
-    """An answer's body. `on_close` is called whatever the body's own end does."""
+    """An answer's body. `on_close` is called whatever the body's own end does; that is of no
+    concern to others who wait for the end."""
 
     def __init__(self, body: Iterable[bytes], on_close: Callable[[], None]) -> None:
         self._body = body
@@ -106,5 +107,7 @@ class _Counted:
         try:
             if (close := getattr(self._body, "close", None)) is not None:
                 close()
+        except Exception:
+            log.exception("an answer's end has failed")
         finally:
             self._on_close()

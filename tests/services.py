@@ -26,6 +26,9 @@ EDGE: dict[str, Any] = {str(option.name): option.default for option in EDGE_OPTI
 SETTINGS = Settings(
     *(Path(), "127.0.0.1", 0, "cpu", False, False, 1, 4, 64, 8, 100_000, 0, 60, 0, 30, (), "info"),
     **EDGE,
+    api_keys=(),
+    api_keys_file=None,
+    cors_origins=(),
 )
 CONTEXT = 64
 CODEC = TextCodec(byte_level_tokenizer(), frozenset())
