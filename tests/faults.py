@@ -301,12 +301,13 @@ class Rig:
 
     def has_read(self) -> bool:
         """All that the engine has said was taken up."""
-        choices = [choice for answer in self.answers for choice in answer.completions]
+        answers = [getattr(answer, "completions", ()) for answer in self.answers]
+        read = {choice.sequence: choice.num_tokens for choices in answers for choice in choices}
         return all(
-            choice.num_tokens >= len(choice.sequence.output_ids)
-            or choice.sequence.is_finished
-            or choice.sequence.ended_by is not None
-            for choice in choices
+            sequence.is_finished
+            or sequence.ended_by is not None
+            or read.get(sequence, -1) >= len(sequence.output_ids)
+            for sequence in self.sequences
         )
 
     def settle(self) -> None:
@@ -405,7 +406,16 @@ def _watchers() -> int:
 def _live() -> list[Any]:
     gc.collect()
     kinds = (Sequence, Answer, Completion, TokenStream)
-    return [each for each in gc.get_objects() if isinstance(each, kinds)]
+    found = [each for each in gc.get_objects() if isinstance(each, kinds)]
+    return [each for each in found if id(each) not in _buried]
+
+
+_buried: set[int] = set()
+
+
+def bury() -> None:
+    """What there is, a dead engine keeps: it is not looked at any more."""
+    _buried.update(map(id, _live()))
 
 
 def _read(client: Client) -> Ending:

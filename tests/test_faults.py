@@ -39,6 +39,7 @@ from .faults import (
     Place,
     Rig,
     Trap,
+    bury,
     rigged,
 )
 from .services import CODEC, SETTINGS, StubService, hold_until, until
@@ -65,6 +66,7 @@ def mortal(capfd: pytest.CaptureFixture[str]) -> Iterator[Rig]:
     """One of its own, whose engine may die."""
     with rigged() as rig:
         yield rig
+    bury()
     assert "Traceback" not in capfd.readouterr().err
 
 
