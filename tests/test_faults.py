@@ -6,25 +6,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import app.engine
 from app.bridge import State
-from app.engine import Engine
-from app.kv_cache import KVCache
-from app.masks import MaskWorker
-from app.model import OnnxModel
 from app.sequence import FinishReason, StepPlan
-from app.text import TextCodec
 
-from .conftest import TinyModel
-from .engines import StubModel, loaded_model, real_engine
+from .engines import StubModel
 from .faults import (
     DEADLY,
     FAULTS,
@@ -35,14 +25,13 @@ from .faults import (
     PLACES,
     SECRET,
     STREAM,
-    Ending,
     Place,
     Rig,
     Trap,
     bury,
     rigged,
 )
-from .services import CODEC, SETTINGS, StubService, hold_until, until
+from .services import CODEC, hold_until, until
 from .wire import WAYS, Client
 
 
@@ -353,70 +342,3 @@ def test_deadline_at_that_moment_ends_it_once(
     ending = rig.ask(GENERATE, timeout_ms=50, **body)
     assert ending.is_whole
     rig.check()
-
-
-# --- a real model ---------------------------------------------------------------------------------
-
-
-class RealService(StubService):
-    """With a tiny model on ONNX Runtime."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(replace(SETTINGS, max_batch_size=NUM_ROWS))
-        self._folder = folder
-        self.stub = StubModel()  # for what asks for it; it is never run
-
-    def _load(self) -> Engine:
-        engine = real_engine(self._folder, NUM_ROWS, 4, 64)
-        engine._observer = self.metrics
-        codec = TextCodec.load(self._folder)
-        self._model = loaded_model("tiny", codec, 64, codec.vocab_size)
-        return engine
-
-
-@pytest.fixture(scope="module")
-def real(tiny_llama: TinyModel) -> Iterator[Rig]:
-    with rigged(RealService(tiny_llama.folder), [GENERATE]) as rig:
-        yield rig
-
-
-REAL_PLACES = {
-    "prefill": (OnnxModel, "forward", 1),
-    "decode": (OnnxModel, "forward", 9),
-    "cache": (KVCache, "apply", 9),
-    "sampler": (app.engine, "sample", 9),
-    "masks": (MaskWorker, "collect", 9),
-}
-
-
-@pytest.mark.parametrize("fault", ["raises", "half", "no memory"])
-@pytest.mark.parametrize("name", REAL_PLACES)
-def test_real_model_says_the_same_behind_a_fault(
-    real: Rig, name: str, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Several answers that begin and end at different steps, so that rows move."""
-
-    def ask() -> list[Ending]:
-        with ExitStack() as stack:
-            clients = [stack.enter_context(Client(real.port)) for _ in range(6)]
-            for number, client in enumerate(clients):
-                body = {"prompt": "the tea " * (1 + number % 2), "max_tokens": 4 + 3 * number}
-                real.send(client, GENERATE, ignore_eos=True, **body)
-            return [real.read(client) for client in clients]
-
-    real.begin()
-    good = ask()
-    assert all(ending.status == 200 for ending in good)
-    *place, skip = REAL_PLACES[name]
-    trap = Trap(monkeypatch, *place)
-    trap.set(FAULTS[fault], skip)
-    endings = ask()
-    trap.free()
-    survives = fault == "no memory" and place[1] == "forward"
-    for ending, expected in zip(endings, good, strict=True):
-        assert ending == expected or (ending.code == "model_failure" and not survives)
-    assert (endings == good) == survives
-    real.recover_rows()
-    assert ask() == good
-    assert real.get("/health/ready") == 200
-    real.check()
