@@ -317,6 +317,7 @@ class Bridge:
                 engine.end(item.sequence)
             else:
                 engine.submit(item)
+            del item  # or the wait for the next would keep it alive
 
     def _wait(self, engine: Engine) -> Sequence | _Ended | None:
         """What comes next; Empty after a self-test, for without requests nothing else would show
