@@ -105,7 +105,7 @@ class Scheduler:
             sequence.num_cached += 1
         if not plan.is_empty:
             self._limit.recover()
-        advances = self._take_ended()
+        advances: list[Advance] = []
         # As lists: an array's elements one by one take longer than all that is done with them.
         is_finite, has_choice = sampled.is_finite.tolist(), sampled.has_choice.tolist()
         token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs
@@ -116,7 +116,7 @@ class Scheduler:
                 advances.append(_failed(sequence, _why_no_choice(sequence), FinishReason.DEAD_END))
             else:
                 advances.append(self._append(sequence, token_ids[row], logprobs.get(row)))
-        return advances
+        return self._take_ended() + advances  # not before: `fail` tells them if this has failed
 
     def fail(self, plan: StepPlan, error: str) -> list[Advance]:
         """Ends every sequence of a step that raised; their rows are free in the next plan."""
