@@ -15,7 +15,8 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from .config import read_settings
-from .logs import set_up
+from .logs import set_up, tell_hub_errors
+from .machine import available_cpus, limit_threads
 
 log = logging.getLogger("app")
 
@@ -28,6 +29,7 @@ def main() -> int:
     # A container's first process gets only the signals that it asks for. Nothing to drain yet.
     for number in _SIGNALS:
         signal.signal(number, lambda *_: os._exit(0))
+    limit_threads(settings.threads or available_cpus())
     # Settings are right: only now the slower imports.
     import gevent
 
@@ -37,6 +39,7 @@ def main() -> int:
     from .errors import WrongSetting
     from .service import Service
 
+    tell_hub_errors(gevent.get_hub())
     service = Service(settings)
     try:
         server = bind(create_app(service), settings, service.metrics.rejected)

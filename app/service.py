@@ -74,7 +74,7 @@ class Service:
         self.settings = settings
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry)
-        self.bridge = Bridge(self._load, settings.max_step_seconds)
+        self.bridge = Bridge(self._load, settings.max_step_seconds, settings.max_load_seconds)
         self.drain = Drain(self.bridge, settings.pre_drain_seconds, settings.drain_seconds)
         self._model: LoadedModel | None = None
 

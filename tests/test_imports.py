@@ -115,7 +115,7 @@ OWN: dict[str, set[str]] = {
         *{"chat", "schema", "tool_calls", "tool_grammar", "tools"},
     },
     "api": {"docs_page", "errors", "generate_api", "http", "openai_api", "service"},
-    "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "service"},
+    "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "machine", "service"},
 }
 
 # third-party library -> the modules of app that are its door
