@@ -74,8 +74,14 @@ def load(
             number += 1
             if len(sampler.samples) > num_seen:
                 num_seen = len(sampler.samples)
+                say(f"{number} sent, {len(tally.results)} ended, {sampler.samples[-1]}")
                 rate *= 0.8 if sampler.num_waiting > MOST_WAITING else 1.1
                 rate = min(rate, MAX_RATE)
+
+
+def say(line: str) -> None:
+    """Progress, for people."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def summarize(
@@ -134,6 +140,7 @@ def soak(
         for result in pool.map(lambda r: exchange(watched.address, r, PATIENCE_SECONDS), first):
             tally.add(result)
     start = watched.look()
+    say(f"{num_rows} rows filled")
     sampler = Sampler(watched, sample_seconds)
     sampler.start()
     load(watched, served, seconds, seed, max_open, sampler, tally)

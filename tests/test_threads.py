@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -43,10 +44,10 @@ def one_cpu() -> Iterator[None]:
 
 
 def test_process_on_one_cpu_has_no_thread_pools_and_says_nothing_of_affinity(
-    tiny_llama: TinyModel,
+    tiny_llama: TinyModel, tmp_path: Path
 ) -> None:
     with one_cpu():
-        server = LiveServer(tiny_llama.folder, THREADS="0")
+        server = LiveServer(tiny_llama.folder, THREADS="0", PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
     with server:
         server.wait_ready()
         assert server.get("/info").json()["threads"] == 1
@@ -56,6 +57,9 @@ def test_process_on_one_cpu_has_no_thread_pools_and_says_nothing_of_affinity(
         ):
             assert server.post(path, **body).status_code == 200
         assert psutil.Process(server.process.pid).num_threads() <= _MOST_THREADS
+        # One process owns the metrics, whatever the environment is prepared for (FR49).
+        assert server.metric('request_success_total{finish_reason="length"}') == 1
+        assert list(tmp_path.iterdir()) == []
         lines = [json.loads(line) for line in server.log.splitlines()]
     assert {line["level"] for line in lines} == {"INFO"}
     assert "affinity" not in server.log
