@@ -75,7 +75,10 @@ def load(
             if len(sampler.samples) > num_seen:
                 num_seen = len(sampler.samples)
                 say(f"{number} sent, {len(tally.results)} ended, {sampler.samples[-1]}")
-                rate *= 0.8 if sampler.num_waiting > MOST_WAITING else 1.1
+                if sampler.num_waiting == 0:
+                    rate *= 1.3
+                elif sampler.num_waiting > MOST_WAITING:
+                    rate *= 0.8
                 rate = min(rate, MAX_RATE)
 
 
