@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "max_body_bytes": 1 << 20,
     "max_timeout_ms": 3_600_000,
     "max_step_seconds": 60,
+    "max_load_seconds": 1800,
     "pre_drain_seconds": 0,
     "drain_seconds": 30,
     "served_model_name": (),
