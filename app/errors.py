@@ -8,12 +8,14 @@
     |   |-- DeadEnd           400  its grammar or its allowed tokens leave no token to choose
     |   |-- UnreadableBody    400  shorter than announced, or broken chunks
     |   `-- MalformedRequest  400  not HTTP, or HTTP that could be read in two ways
+    |-- InvalidApiKey         401  none, or one that is not known
     |-- ModelNotFound         404  another model than the one that is served
     |-- SlowClient            408  the request did not arrive in time
     |-- PayloadTooLarge       413
     |-- UriTooLong            414
     |-- UnsupportedMediaType  415
     |-- ExpectationFailed     417
+    |-- RateLimited           429  a key's requests, tokens or open requests are spent
     |-- HeadersTooLarge       431
     |-- ClientLeft            499  for the log: nobody is there to be told
     |-- DeadlineExceeded      504  no token within the request's time
@@ -24,12 +26,13 @@
     UnservableModel           the folder cannot be served correctly; ends the process at start
     `-- WrongSetting          a setting asks for what this machine or model cannot do
 
-Each class holds its HTTP status, its `type` and `code` in OpenAI's error shape, and whether a
-client may send the same request again at once.
+Each class holds its HTTP status, its `type` and `code` in OpenAI's error shape, and whether and
+when a client may send the same request again.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 
@@ -38,6 +41,7 @@ class ServeError(Exception):
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
     may_retry: ClassVar[bool] = True
+    retry_after: float | None = None  # seconds, where they are known
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -46,6 +50,15 @@ class ServeError(Exception):
 
     def body(self) -> dict[str, Any]:
         return error_body(self.message, self.type, self.code, self.param)
+
+    def headers(self) -> dict[str, str]:
+        """What goes with it in the answer's head."""
+        said = {}
+        if self.retry_after is not None:
+            said["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
+        if not self.may_retry:
+            said["x-should-retry"] = "false"  # OpenAI's client would, twice
+        return said
 
 
 def error_body(message: str, type_: str, code: str, param: str | None = None) -> dict[str, Any]:
@@ -98,6 +111,15 @@ class MalformedRequest(InvalidRequest):
     code = "malformed_request"
 
 
+class InvalidApiKey(ServeError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return super().headers() | {"WWW-Authenticate": "Bearer"}
+
+
 class ModelNotFound(ServeError):
     status = 404
     type = "invalid_request_error"
@@ -134,6 +156,16 @@ class ExpectationFailed(ServeError):
     code = "expectation_failed"
 
 
+class RateLimited(ServeError):
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class HeadersTooLarge(ServeError):
     status = 431
     type = "invalid_request_error"
@@ -167,6 +199,7 @@ class TooManyConnections(ServeError):
     status = 503
     type = "service_unavailable_error"
     code = "too_many_connections"
+    retry_after = 1.0
 
 
 class ModelFailure(ServeError):

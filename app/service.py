@@ -21,6 +21,8 @@ from .config import Settings
 from .departure import Departure
 from .drain import Drain
 from .errors import Draining, InvalidRequest, NotReady
+from .guard import Guard
+from .key_ring import KeyRing
 from .limits import (
     check_logprobs,
     check_min_tokens,
@@ -29,6 +31,7 @@ from .limits import (
     resolve_max_tokens,
 )
 from .metrics import Metrics
+from .quota import Quotas
 from .sequence import Constraint, SamplingParams, Sequence
 
 if TYPE_CHECKING:
@@ -76,6 +79,8 @@ class Service:
         self.metrics = Metrics(self.registry)
         self.bridge = Bridge(self._load, settings.max_step_seconds, settings.max_load_seconds)
         self.drain = Drain(self.bridge, settings.pre_drain_seconds, settings.drain_seconds)
+        ring = KeyRing(settings.api_keys, settings.api_keys_file)
+        self.guard = Guard(ring, Quotas())
         self._model: LoadedModel | None = None
 
     @property

@@ -45,6 +45,9 @@ SETTINGS = Settings(
         "info",
     ),
     **EDGE,
+    api_keys=(),
+    api_keys_file=None,
+    cors_origins=(),
 )
 CONTEXT = 64
 CODEC = TextCodec(byte_level_tokenizer(), frozenset())
