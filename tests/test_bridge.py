@@ -14,7 +14,8 @@ from app.engine import Engine
 from app.errors import DeadlineExceeded, InvalidRequest, NotReady
 from app.sequence import Advance, FinishReason, Sequence
 
-from .engines import StubModel, greedy, stub_answer, stub_engine
+from .conftest import TinyModel
+from .engines import StubModel, greedy, loaded_service, stub_answer, stub_engine
 
 Started = Callable[..., tuple[Bridge, StubModel]]
 
@@ -284,12 +285,19 @@ def test_load_that_takes_too_long_fails_and_a_late_one_changes_nothing() -> None
     wait_until(lambda: not bridge._thread.is_alive())
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", range(5))
 def test_start_ends_ready_and_a_stop_ends_its_thread(started: Started, attempt: int) -> None:
     bridge, _ = started()
     assert read(submit(bridge, greedy("a", [1], 3))) == stub_answer([1], 3)
     bridge.request_stop()
     wait_until(lambda: not bridge._thread.is_alive())
+
+
+@pytest.mark.slow
+def test_twenty_loads_of_a_real_model_end_ready(tiny_llama: TinyModel) -> None:
+    """FR39: a load that hangs under gevent's loop would time this out."""
+    for _ in range(20):
+        assert loaded_service(tiny_llama.folder).bridge.state is State.STOPPED
 
 
 def test_work_waits_for_its_like_only_and_never_begins_past_its_deadline(
