@@ -5,11 +5,12 @@
 
 Starts `python -m app` on the model, with ARGS as its flags, or takes the server at URL. First as
 many of the longest requests as there are rows: the KV cache's memory is taken page by page, and
-must not pass for a leak. Then requests arrive at random (Poisson): prompts of 1 to 2,048 tokens,
-answers of 1 to 256, streams and plain, on /generate and OpenAI's routes, with n, stop, logprobs,
-response_format, times; one in ten is bad, one in four leaves early (close, reset, half-close). The
-rate goes up while nothing waits and down while much does. Meanwhile /health/live is asked ten times
-a second and /metrics every few seconds, and the process is looked at.
+must not pass for a leak (with 32 rows of 2,304 tokens that takes minutes on two cores: fewer rows
+will do, `-- --max-batch-size 8`). Then requests arrive at random (Poisson): prompts of 1 to 2,048
+tokens, answers of 1 to 256, streams and plain, on /generate and OpenAI's routes, with n, stop,
+logprobs, response_format, times; one in ten is bad, one in four leaves early (close, reset,
+half-close). The rate goes up while nothing waits and down while much does. Meanwhile /health/live
+is asked ten times a second and /metrics every few seconds, and the process is looked at.
 
 What must hold: each answer is whole, with the status, usage, text and finish reasons that its
 request lets expect, and no 5xx but 503, and 504 where a time was set; behind the load nothing runs

@@ -10,7 +10,8 @@ from typing import Any
 
 from soak_requests import GONE, Result
 
-EXTRA_FILES, EXTRA_THREADS = 2, 2  # that may have come: a library's file, a pool's thread
+EXTRA_FILES = 2  # that a library may have opened
+EXTRA_THREADS = 10  # of pools, which start them when they are needed
 
 
 @dataclass

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import click
 import psutil
 from compare_baseline import ROOT, START_SECONDS, is_ready
-from soak_requests import Served
+from soak_requests import WORDS, Served
 
 HEALTH_SECONDS = 0.1
 IDLE_SECONDS = 60.0  # in which everything must be over once nothing comes any more
@@ -100,15 +100,15 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> tuple[str, int]:
 def learn(watched: Watched, max_prompt: int, max_answer: int) -> tuple[Served, int]:
     """What the model allows, and how many rows it has."""
     info = json.loads(watched.get("/info")[1])
-    words = 50
-    num_tokens = len(watched.post("/tokenize", {"prompt": " ".join(["all"] * words)})["tokens"])
+    words = WORDS * 5
+    num_tokens = watched.post("/tokenize", {"prompt": " ".join(words)})["count"]
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     longest = info["max_model_len"]
     served = Served(
-        max_prompt=min(max_prompt, longest * 2 // 3),
+        max_prompt=min(max_prompt, longest // 2),
         max_answer=min(max_answer, longest // 4),
         num_ids=info["vocab_size"],
-        tokens_per_word=max(1.0, num_tokens / words),
+        tokens_per_word=max(1.0, num_tokens / len(words)),
         has_chat="choices" in watched.post("/v1/chat/completions", chat),
         has_grammar=info["structured_output"],
     )
