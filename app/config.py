@@ -17,6 +17,7 @@ from .errors import UnservableModel
 from .folder import find_graph, read_context_length
 from .key_options import KEY_OPTIONS
 from .keys import BadKeys, Key, check_apart, parse_file, read_file
+from .queue_options import QUEUE_OPTIONS
 from .record import read_record
 
 
@@ -57,6 +58,8 @@ class Settings:
     ops_port: int
     ops_host: str
     log_format: str
+    max_queued_requests: int
+    max_queued_tokens: int
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
     cors_origins: tuple[str, ...]
@@ -262,6 +265,7 @@ OPTIONS: list[click.Parameter] = [
         default="info",
     ),
     *EDGE_OPTIONS,
+    *QUEUE_OPTIONS,
     *KEY_OPTIONS,
 ]
 

@@ -5,6 +5,8 @@ Names and bucket edges follow vLLM's (DESIGN 7), with our prefix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -13,6 +15,7 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
+from .backlog import Backlog
 from .sequence import Sequence, StepPlan
 
 _TTFT_BUCKETS = (
@@ -64,6 +67,10 @@ class Metrics:
         )
         self._running = gauge("num_requests_running", "Requests in the batch.")
         self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
+        self._queued_tokens = gauge("queued_prompt_tokens", "Prompt tokens of the queue.")
+        self._wait = gauge(
+            "estimated_wait_seconds", "Expected in the queue, for a request that comes now."
+        )
         self._prompt = counter("prompt_tokens_total", "Prompt tokens read.")
         self._generated = counter("generation_tokens_total", "Tokens generated.")
         self._success = counter(
@@ -79,6 +86,11 @@ class Metrics:
             "Requests answered with an error, by its code.",
             ("reason",),
         )
+
+    def watch(self, backlog: Callable[[], Backlog]) -> None:
+        """What it returns is asked when the metrics are read, on the hub."""
+        self._queued_tokens.set_function(lambda: backlog().num_prompt_tokens)
+        self._wait.set_function(lambda: backlog().next_place("").seconds)
 
     def stepped(self, plan: StepPlan) -> None:
         self._batch.observe(plan.num_rows)
