@@ -81,7 +81,9 @@ class Service:
         backlog = Backlog(
             settings.max_queued_requests, settings.max_queued_tokens, settings.prefill_chunk
         )
-        self.bridge = Bridge(self._load, settings.max_step_seconds, backlog)
+        self.bridge = Bridge(
+            self._load, settings.max_step_seconds, backlog, settings.max_load_seconds
+        )
         self.metrics.watch(lambda: self.bridge.backlog)
         self.drain = Drain(self.bridge, settings.pre_drain_seconds, settings.drain_seconds)
         ring = KeyRing(settings.api_keys, settings.api_keys_file)

@@ -138,7 +138,7 @@ OWN: dict[str, set[str]] = {
         *{"cors", "docs_page", "errors", "generate_api", "http", "openai_api", "ops_api"},
         "service",
     },
-    "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "service"},
+    "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "machine", "service"},
 }
 
 # third-party library -> the modules of app that are its door
