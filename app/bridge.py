@@ -1,8 +1,8 @@
 """The seam between the two threads: the hub owns HTTP, one native thread owns the engine.
 
-Hub to engine: a `queue.SimpleQueue` of sequences; an abort is a flag on the sequence. Engine to
-hub: one append to a deque and one `async_` wake-up per step, then the hub hands out what came. No
-gevent object but that watcher is touched from the engine thread.
+Hub to engine: a `queue.SimpleQueue` of sequences, and of those that are to end, marked by a flag.
+Engine to hub: one append to a deque and one `async_` wake-up per step, then the hub hands out what
+came. No gevent object but that watcher is touched from the engine thread.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
@@ -24,7 +25,8 @@ import gevent
 import gevent.event
 from gevent.threadpool import ThreadPool
 
-from .errors import DeadlineExceeded, Draining, NotReady
+from .backlog import Backlog, Place
+from .errors import DeadlineExceeded, Draining, NotReady, UnservableModel
 from .pulse import Pulse
 from .sequence import Advance, FinishReason, Sequence
 
@@ -63,27 +65,62 @@ class State(enum.Enum):
 class TokenStream:
     """A sequence's advances, on the hub's side, in order and without loss.
 
-    `arrival` is set when there are some; the sequences of one request share it.
+    `arrival` is set when there are some; the sequences of one request share it. While there is a
+    `passage`, and nothing has arrived, an advance that ends nothing goes there instead. It must not
+    wait, nor raise. Without a `bridge` no engine hears of a sequence's end.
     """
 
-    def __init__(self, sequence: Sequence, arrival: gevent.event.Event) -> None:
+    def __init__(
+        self, sequence: Sequence, arrival: gevent.event.Event, bridge: Bridge | None = None
+    ) -> None:
         self.sequence = sequence
+        self.passage: Callable[[Advance], None] | None = None
         self._arrived: list[Advance] = []
         self._arrival = arrival
+        self._bridge = bridge
 
     def take(self) -> list[Advance]:
         """What has come since the last time."""
         advances, self._arrived = self._arrived, []
         return advances
 
+    @property
+    def has_arrived(self) -> bool:
+        return bool(self._arrived)
+
     def put(self, advance: Advance) -> None:
+        passage = self.passage
+        if passage is not None and advance.finish_reason is None and not self._arrival.is_set():
+            passage(advance)
+            return
         self._arrived.append(advance)
+        self._arrival.set()
+
+    def break_off(self) -> None:
+        """Some of it could not be delivered: for its reader it ends with an error."""
+        self.end(FinishReason.ABORT)
+        self._arrived = [Advance(self.sequence, None, FinishReason.ERROR, "tokens were lost")]
         self._arrival.set()
 
     def end(self, reason: FinishReason) -> None:
         """No more tokens are wanted: the engine ends the sequence before its next step."""
-        if not self.sequence.is_finished:
-            self.sequence.ended_by = reason
+        if self.sequence.is_finished:
+            return
+        is_new = self.sequence.ended_by is None
+        self.sequence.ended_by = reason
+        if is_new and self._bridge is not None:
+            self._bridge.end(self.sequence)
+
+    def place(self) -> Place | None:
+        """In the queue; None if it does not wait."""
+        return self._bridge.place(self.sequence) if self._bridge is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """In the inbox: a sequence that lies in front of it, and has a reason to end now."""
+
+    sequence: Sequence
 
 
 class Bridge:
@@ -93,10 +130,19 @@ class Bridge:
     ONNX Runtime builds its session: it holds the GIL, longer for a larger model.
     """
 
-    def __init__(self, load: Callable[[], Engine], max_step_seconds: float = 60.0) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Engine],
+        max_step_seconds: float = 60.0,
+        backlog: Backlog | None = None,
+        max_load_seconds: float = 0.0,
+    ) -> None:
+        """A load that takes longer than `max_load_seconds` fails; 0 is no limit."""
         self.pulse = Pulse(max_step_seconds)
+        self.backlog = backlog or Backlog()
         self._load = load
-        self._inbox: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
+        self._max_load_seconds = max_load_seconds
+        self._inbox: queue.SimpleQueue[Sequence | _Ended | None] = queue.SimpleQueue()
         self._outbox: deque[list[Advance] | State] = deque()
         self._streams: dict[Sequence, TokenStream] = {}
         self._wake = gevent.get_hub().loop.async_()
@@ -141,17 +187,34 @@ class Bridge:
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
         self._wake.start(self._deliver)
         self._thread.start()
+        if self._max_load_seconds:
+            gevent.spawn_later(self._max_load_seconds, self._give_up_load)
 
     def submit(self, sequences: list[Sequence]) -> tuple[list[TokenStream], gevent.event.Event]:
-        """Their streams, and the event that tells of news in any. Raises NotReady unless the
-        engine runs and gets on."""
-        self.check_served()
+        """Their streams, and the event that tells of news in any, of one request. Raises NotReady
+        unless the engine runs and gets on, Overloaded if the queue has no room for all."""
+        num_prompt_tokens = sum(len(sequence.prompt_ids) for sequence in sequences)
+        self.check_room(sequences[0].owner, len(sequences), num_prompt_tokens)
+        self.backlog.add(sequences)
         arrival = gevent.event.Event()
-        streams = [TokenStream(sequence, arrival) for sequence in sequences]
+        streams = [TokenStream(sequence, arrival, self) for sequence in sequences]
         for stream in streams:
             self._streams[stream.sequence] = stream
             self._inbox.put(stream.sequence)
         return streams, arrival
+
+    def check_room(self, owner: str, num_sequences: int, num_prompt_tokens: int) -> None:
+        """Raises what `submit` would, for so many sequences."""
+        self.check_served()
+        self.backlog.check(owner, num_sequences, num_prompt_tokens)
+
+    def end(self, sequence: Sequence) -> None:
+        """Its `ended_by` is set: the engine is told, which does not look at all that wait."""
+        self._inbox.put(_Ended(sequence))
+
+    def place(self, sequence: Sequence) -> Place | None:
+        """In the queue; None if it does not wait."""
+        return self.backlog.place(sequence, self._streams)
 
     def off_hub(
         self, work: Callable[[], T], kind: Work = "text", deadline_at: float | None = None
@@ -207,9 +270,9 @@ class Bridge:
             for advance in item:
                 stream = self._streams.get(advance.sequence)
                 if stream is not None:  # the self-test has none
-                    stream.put(advance)
                     if advance.finish_reason is not None:
                         del self._streams[advance.sequence]
+                    _hand_out(stream, advance)
 
     def _change(self, state: State) -> None:
         if self.state is State.LOADING or state is State.FAILED:
@@ -221,16 +284,25 @@ class Bridge:
         self._wake.stop()
         self.ended.set()
 
+    def _give_up_load(self) -> None:
+        if self.state is State.LOADING:
+            self.failure = UnservableModel(
+                f"the load is not done within {self._max_load_seconds:g} s (MAX_LOAD_SECONDS); "
+                f"it is at: {self.pulse.stage}"
+            )
+            self._change(State.FAILED)
+
     def _end_streams(self, reason: FinishReason) -> None:
-        for sequence, stream in self._streams.items():
-            stream.put(Advance(sequence, None, reason, "the server has stopped"))
-        self._streams.clear()
+        streams, self._streams = self._streams, {}
+        for sequence, stream in streams.items():
+            _hand_out(stream, Advance(sequence, None, reason, "the server has stopped"))
 
     # --- on the engine thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             engine = self._load()
+            engine.backlog = self.backlog
             self.pulse.enter("warming up")
             engine.self_test()
             self._engine = engine
@@ -239,12 +311,7 @@ class Bridge:
             gc.freeze()
             self._post(State.READY)
             while self._take_in(engine):
-                num_steps = engine.num_steps
-                advances = engine.step()
-                if engine.num_steps > num_steps:
-                    self.pulse.beat()
-                if advances:
-                    self._post(advances)
+                self._step(engine)
             self._post(State.STOPPED)
         except BaseException as error:
             if self._engine is not None:
@@ -252,18 +319,30 @@ class Bridge:
             self.failure = error
             self._post(State.FAILED)
 
+    def _step(self, engine: Engine) -> None:
+        num_steps = engine.num_steps
+        advances = engine.step()
+        if engine.num_steps > num_steps:
+            self.pulse.beat()
+        if advances:
+            self._post(advances)
+
     def _take_in(self, engine: Engine) -> bool:
-        """Moves new sequences into the engine, waiting for one if it is idle; False to stop."""
+        """Hands the engine what has come, waiting for it if it is idle; False to stop."""
         while True:
             try:
-                sequence = self._wait(engine) if engine.is_idle else self._inbox.get_nowait()
+                item = self._wait(engine) if engine.is_idle else self._inbox.get_nowait()
             except queue.Empty:
                 return True
-            if sequence is None:
+            if item is None:
                 return False
-            engine.submit(sequence)
+            if isinstance(item, _Ended):
+                engine.end(item.sequence)
+            else:
+                engine.submit(item)
+            del item  # or the wait for the next would keep it alive
 
-    def _wait(self, engine: Engine) -> Sequence | None:
+    def _wait(self, engine: Engine) -> Sequence | _Ended | None:
         """What comes next; Empty after a self-test, for without requests nothing else would show
         that the model works, or works again. It is a step of one token: nobody waits longer."""
         self.pulse.rest()
@@ -282,3 +361,12 @@ class Bridge:
     def _post(self, item: list[Advance] | State) -> None:
         self._outbox.append(item)
         self._wake.send()
+
+
+def _hand_out(stream: TokenStream, advance: Advance) -> None:
+    """One stream's failure is no other's."""
+    try:
+        stream.put(advance)
+    except BaseException:  # gevent would print it, or end with an exit
+        log.exception("request %s: its tokens cannot be delivered", stream.sequence.request_id)
+        stream.break_off()

@@ -17,6 +17,7 @@ from .errors import UnservableModel
 from .folder import find_graph, read_context_length
 from .key_options import KEY_OPTIONS
 from .keys import BadKeys, Key, check_apart, parse_file, read_file
+from .queue_options import QUEUE_OPTIONS
 from .record import read_record
 
 
@@ -37,6 +38,7 @@ class Settings:
     max_body_bytes: int
     max_timeout_ms: int
     max_step_seconds: int
+    max_load_seconds: int
     pre_drain_seconds: int
     drain_seconds: int
     served_model_name: tuple[str, ...]
@@ -56,6 +58,8 @@ class Settings:
     ops_port: int
     ops_host: str
     log_format: str
+    max_queued_requests: int
+    max_queued_tokens: int
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
     cors_origins: tuple[str, ...]
@@ -224,6 +228,13 @@ OPTIONS: list[click.Parameter] = [
         default=60,
     ),
     _option(
+        "--max-load-seconds",
+        "max_load_seconds",
+        "Seconds after which a model that still loads ends the process; 0 is no limit.",
+        type=click.IntRange(0, 86_400),
+        default=1800,
+    ),
+    _option(
         "--pre-drain-seconds",
         "pre_drain_seconds",
         "Seconds after SIGTERM in which requests are still taken, though `/health/ready` says 503: "
@@ -254,6 +265,7 @@ OPTIONS: list[click.Parameter] = [
         default="info",
     ),
     *EDGE_OPTIONS,
+    *QUEUE_OPTIONS,
     *KEY_OPTIONS,
 ]
 

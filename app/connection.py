@@ -17,8 +17,10 @@ from typing import Any
 from urllib.parse import unquote
 
 import orjson
+from gevent import GreenletExit
 from gevent.pywsgi import WSGIHandler
 
+from . import direct
 from .access import NOTE, tell
 from .body import Body
 from .departure import ENVIRON_KEY, Departure
@@ -60,6 +62,10 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
                 waits = self.settings.keepalive_timeout_ms
         except OSError:
             self.has_left = True
+        except GreenletExit:  # the server stops
+            raise
+        except BaseException:
+            log.exception("a connection has failed")
         finally:
             self._hang_up()
 
@@ -117,6 +123,7 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
             "wsgi.input_terminated": True,
             NOTE: self.note,
             ENVIRON_KEY: Departure(self.socket),
+            direct.ENVIRON_KEY: direct.Outlet(self),
         }
 
     def _send_continue(self) -> None:
@@ -132,7 +139,9 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
             self.run_application()
         except NotTaken:
             self.close_connection = True
-        except Exception:
+        except GreenletExit:  # the server stops
+            raise
+        except BaseException:  # a panic in Rust is no Exception; gevent would end with an exit
             self.close_connection = True
             log.exception("request %s failed outside of the app", self.note.get("request_id"))
             if not self.headers_sent:
@@ -165,6 +174,8 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
         self.response_length += len(data)
 
     def _send(self, data: Any) -> None:
+        if self.has_left:  # in the middle of a write: what follows would not be understood
+            raise NotTaken("it has taken no more before")
         view = memoryview(data)
         try:
             self.socket.settimeout(self.settings.write_timeout_ms / 1000)

@@ -11,7 +11,7 @@ from .generate_requests import (
     GenerateRequest,
     TokenizeRequest,
 )
-from .http import ask, json_response, read_deadline, read_request, send_stream, send_whole
+from .http import ask, json_response, owner, read_deadline, read_request, send_stream, send_whole
 from .limits import check_ids
 from .service import Ask, Service
 
@@ -28,6 +28,7 @@ def generate_routes(service: Service) -> Blueprint:
             return send_stream(
                 answer,
                 lambda deltas: generate_replies.events(answer, deltas, codec, name),
+                generate_replies.running(answer, codec),
                 service.metrics.rejected,
             )
         return send_whole(
@@ -58,6 +59,7 @@ def generate_routes(service: Service) -> Blueprint:
 
 def _ask(service: Service, asked: GenerateRequest) -> Ask:
     deadline_at = read_deadline(asked.timeout_ms, service.settings)
+    service.check_room(owner(), asked.num_choices)
     prompts = service.encode(
         [asked.prompt], parse_special=bool(asked.parse_special), deadline_at=deadline_at
     )

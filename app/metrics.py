@@ -5,6 +5,8 @@ Names and bucket edges follow vLLM's (DESIGN 7), with our prefix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -13,6 +15,8 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
+from . import histogram as batched
+from .backlog import Backlog
 from .sequence import Sequence, StepPlan
 
 _TTFT_BUCKETS = (
@@ -49,8 +53,9 @@ class Metrics:
         self._ttft = histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _TTFT_BUCKETS
         )
-        self._itl = histogram(
-            "inter_token_latency_seconds", "Between tokens of one request.", _ITL_BUCKETS
+        self._itl = batched.Histogram(
+            "phi_serve_inter_token_latency_seconds",
+            *("Between tokens of one request.", _ITL_BUCKETS, registry),
         )
         self._queue = histogram(
             "request_queue_time_seconds", "From arrival to admission.", _REQUEST_BUCKETS
@@ -64,6 +69,10 @@ class Metrics:
         )
         self._running = gauge("num_requests_running", "Requests in the batch.")
         self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
+        self._queued_tokens = gauge("queued_prompt_tokens", "Prompt tokens of the queue.")
+        self._wait = gauge(
+            "estimated_wait_seconds", "Expected in the queue, for a request that comes now."
+        )
         self._prompt = counter("prompt_tokens_total", "Prompt tokens read.")
         self._generated = counter("generation_tokens_total", "Tokens generated.")
         self._success = counter(
@@ -80,6 +89,11 @@ class Metrics:
             ("reason",),
         )
 
+    def watch(self, backlog: Callable[[], Backlog]) -> None:
+        """What it returns is asked when the metrics are read, on the hub."""
+        self._queued_tokens.set_function(lambda: backlog().num_prompt_tokens)
+        self._wait.set_function(lambda: backlog().next_place("").seconds)
+
     def stepped(self, plan: StepPlan) -> None:
         self._batch.observe(plan.num_rows)
         if plan.prefill is not None:
@@ -89,11 +103,17 @@ class Metrics:
         """So many rows of a step had logits that were not finite."""
         self._spoiled.inc(num_rows)
 
-    def advanced(self, sequence: Sequence, now: float) -> None:
-        """A token of `sequence` came at `now`; its stamps are those before it."""
-        self._generated.inc()
+    def advanced(self, sequences: list[Sequence], now: float) -> None:
+        """A token of each of `sequences` came at `now`; their stamps are those before it."""
+        self._generated.inc(len(sequences))
+        before = [sequence.last_token_at for sequence in sequences]
+        self._itl.observe(now - at for at in before if at is not None)
+        if None in before:
+            for sequence in sequences:
+                self._begun(sequence, now)
+
+    def _begun(self, sequence: Sequence, now: float) -> None:
         if sequence.last_token_at is not None:
-            self._itl.observe(now - sequence.last_token_at)
             return
         self._ttft.observe(now - sequence.arrived_at)
         if sequence.admitted_at is not None:

@@ -8,7 +8,7 @@ from flask import Blueprint, Response
 
 from .errors import InvalidRequest, ModelNotFound
 from .fields import MAX_CHOICES, Structure
-from .http import ask, json_response, read_deadline, read_request, send_stream, send_whole
+from .http import ask, json_response, owner, read_deadline, read_request, send_stream, send_whole
 from .limits import check_ids, check_messages
 from .openai_replies import ChatReply, CompletionReply, Reply
 from .openai_requests import (
@@ -87,6 +87,7 @@ def _send(service: Service, asked: OpenAIFields, reply: Reply) -> Response:
         return send_stream(
             reply.answer,
             lambda deltas: reply.chunks(deltas, includes_usage=asked.includes_usage),
+            reply.running(includes_usage=asked.includes_usage),
             service.metrics.rejected,
         )
     return send_whole(reply.answer, reply.whole)
@@ -100,6 +101,7 @@ def _ask_completion(service: Service, asked: CompletionRequest) -> Ask:
             param="prompt",
         )
     deadline_at = read_deadline(asked.timeout_ms, service.settings)
+    service.check_room(owner(), len(asked.prompts) * asked.num_choices)
     prompts = _prompt_ids(service, asked.prompts, deadline_at)
     for prompt in prompts:
         check_ids(prompt, service.model.vocab_size, "prompt")
@@ -123,6 +125,7 @@ def _prompt_ids(
 
 def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
     deadline_at = read_deadline(asked.timeout_ms, service.settings)
+    service.check_room(owner(), asked.num_choices)
     rendered = _render(service, asked, use, deadline_at)
     structure = asked.structure()
     if use is not None and structure is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 
+from .backlog import Backlog
 from .bridge import Bridge, State
 from .completion import Answer, Completion
 from .config import Settings
@@ -32,7 +33,7 @@ from .limits import (
 )
 from .metrics import Metrics
 from .quota import Quotas
-from .sequence import Constraint, SamplingParams, Sequence
+from .sequence import Constraint, FinishReason, SamplingParams, Sequence
 
 if TYPE_CHECKING:
     from .chat import Rendered
@@ -77,7 +78,13 @@ class Service:
         self.settings = settings
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry)
-        self.bridge = Bridge(self._load, settings.max_step_seconds)
+        backlog = Backlog(
+            settings.max_queued_requests, settings.max_queued_tokens, settings.prefill_chunk
+        )
+        self.bridge = Bridge(
+            self._load, settings.max_step_seconds, backlog, settings.max_load_seconds
+        )
+        self.metrics.watch(lambda: self.bridge.backlog)
         self.drain = Drain(self.bridge, settings.pre_drain_seconds, settings.drain_seconds)
         ring = KeyRing(settings.api_keys, settings.api_keys_file)
         self.guard = Guard(ring, Quotas())
@@ -93,6 +100,10 @@ class Service:
             self.bridge.check_served()
             raise NotReady("the model is not loaded")
         return self._model
+
+    def check_room(self, owner: str, num_choices: int) -> None:
+        """Raises Overloaded, before anything is tokenized, if so many choices are too many."""
+        self.bridge.check_room(owner, num_choices, num_choices)  # of a token each, at least
 
     def check_ready(self) -> None:
         """Raises NotReady, with the reason, if no more requests should be sent here."""
@@ -134,7 +145,8 @@ class Service:
         """Queues a sequence for each choice of each prompt, choices of a prompt side by side.
 
         Raises InvalidRequest if one does not fit, DeadlineExceeded if its grammar takes too long,
-        ClientLeft if nobody waits for it any more. A client that leaves later ends its answer.
+        ClientLeft if nobody waits for it any more, Overloaded if too much waits already. A client
+        that leaves later ends its answer.
         """
         ask.departure.check()  # its prompt may have been tokenized on another thread
         codec = self.model.codec
@@ -151,12 +163,17 @@ class Service:
         ]
         ask.departure.check()  # likewise a grammar, compiled
         streams, arrival = self.bridge.submit(sequences)
-        completions = [
-            Completion(stream, codec.detokenizer(ask.visible_ids), fields.stop_strings)
-            for stream in streams
-        ]
-        answer = Answer(ask.request_id, completions, arrival, ask.deadline_at)
-        ask.departure.call(answer.leave)
+        try:
+            completions = [
+                Completion(stream, codec.detokenizer(ask.visible_ids), fields.stop_strings)
+                for stream in streams
+            ]
+            answer = Answer(ask.request_id, completions, arrival, ask.deadline_at)
+            ask.departure.call(answer.leave)
+        except BaseException:
+            for stream in streams:  # the engine has them already
+                stream.end(FinishReason.ABORT)
+            raise
         return answer
 
     def render(
@@ -213,6 +230,7 @@ class Service:
                 constraint=constrain() if constrain else None,
                 arrived_at=ask.arrived_at,
                 owner=ask.owner,
+                priority=fields.priority or 0,
             )
             for choice in range(fields.num_choices)
         ]

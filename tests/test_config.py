@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "max_body_bytes": 1 << 20,
     "max_timeout_ms": 3_600_000,
     "max_step_seconds": 60,
+    "max_load_seconds": 1800,
     "pre_drain_seconds": 0,
     "drain_seconds": 30,
     "served_model_name": (),
@@ -50,6 +51,8 @@ DEFAULTS: dict[str, Any] = {
     "write_timeout_ms": 30_000,
     "tcp_user_timeout_ms": 30_000,
     "log_format": "json",
+    "max_queued_requests": 1024,
+    "max_queued_tokens": 524_288,
     "ops_port": 0,
     "ops_host": "",
     "api_keys": (),
@@ -70,6 +73,8 @@ BOUNDS = {
     "body_timeout_ms": (1, 86_400_000),
     "write_timeout_ms": (1, 86_400_000),
     "tcp_user_timeout_ms": (1_000, 86_400_000),
+    "max_queued_requests": (1, 1_000_000),
+    "max_queued_tokens": (1, 1 << 30),
 }
 # variable -> two right values, as written and as read; neither is the default
 RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
@@ -86,6 +91,7 @@ RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
     "MAX_BODY_BYTES": (("1", 1), ("2000000", 2000000)),
     "MAX_TIMEOUT_MS": (("0", 0), ("1000", 1000)),
     "MAX_STEP_SECONDS": (("1", 1), ("86400", 86_400)),
+    "MAX_LOAD_SECONDS": (("0", 0), ("86400", 86_400)),
     "PRE_DRAIN_SECONDS": (("5", 5), ("3600", 3600)),
     "DRAIN_SECONDS": (("0", 0), ("86400", 86_400)),
     "SERVED_MODEL_NAME": (("a", ("a",)), (" a/b , gpt-4o", ("a/b", "gpt-4o"))),
@@ -112,6 +118,7 @@ WRONG: dict[str, list[str]] = {
     "MAX_BODY_BYTES": ["1MB", "0", "-1"],
     "MAX_TIMEOUT_MS": ["1s", "-1", "1.5"],
     "MAX_STEP_SECONDS": ["1m", "0", "86401"],
+    "MAX_LOAD_SECONDS": ["1m", "-1", "86401"],
     "PRE_DRAIN_SECONDS": ["5s", "-1", "3601"],
     "DRAIN_SECONDS": ["30s", "-1", "86401"],
     "SERVED_MODEL_NAME": [",", "a,", "a,,b", " "],

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.scheduler import Scheduler
 from app.sequence import FinishReason, SamplingParams, Sequence, Status
 
 from .engines import answers, greedy, run, stub_answer, stub_engine
@@ -93,6 +94,7 @@ def test_abort_ends_a_sequence_in_one_step_wherever_it_is(steps_before: int) -> 
     for _ in range(steps_before):
         engine.step()
     gone.ended_by = FinishReason.ABORT
+    engine.end(gone)
     engine.step()
     assert gone.finish_reason is FinishReason.ABORT
     assert gone not in model.plans[-1].sampled
@@ -156,6 +158,25 @@ def test_every_sequence_finishes_exactly_once() -> None:
     assert ends == Counter({str(i): 1 for i in range(12)})
 
 
+def test_what_ended_before_a_step_is_told_though_the_step_fails_when_it_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _ = stub_engine()
+    sequences = [greedy(str(i), [i], 20) for i in range(2)]
+    for sequence in sequences:
+        engine.submit(sequence)
+    for _ in range(3):
+        engine.step()
+    sequences[0].ended_by = FinishReason.ABORT
+
+    def fail(*_: object) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(Scheduler, "_append", fail)
+    reasons = {advance.sequence.request_id: advance.finish_reason for advance in engine.step()}
+    assert reasons == {"0": FinishReason.ABORT, "1": FinishReason.ERROR}
+
+
 def test_self_test_fails_when_the_model_does() -> None:
     engine, model = stub_engine()
 
@@ -199,7 +220,9 @@ def test_any_arrivals_and_aborts_leave_the_answers_of_the_others_alone(
                 if abort_after is not None:
                     aborts[step + abort_after] = sequences[-1]
         if step in aborts:
-            aborts.pop(step).ended_by = FinishReason.ABORT
+            gone = aborts.pop(step)
+            gone.ended_by = FinishReason.ABORT
+            engine.end(gone)
         engine.step()
         step += 1
         assert step < 2000, "a sequence never finishes"

@@ -18,13 +18,16 @@ OWN: dict[str, set[str]] = {
     "sequence": set(),
     "errors": set(),
     "departure": {"errors"},
+    "direct": {"errors"},
     "edge_options": set(),
+    "queue_options": {"edge_options"},
     "access": set(),
     "logs": set(),
     "machine": set(),
     "repetition": set(),
     "pulse": set(),
     "batch_limit": set(),
+    "pace": set(),
     "stops": set(),
     "precision": set(),
     # the model folder, as far as it can be read without its weights
@@ -39,14 +42,19 @@ OWN: dict[str, set[str]] = {
     "keys": {"quota"},
     "key_ring": {"keys"},
     "key_options": {"keys"},
-    "config": {"edge_options", "errors", "folder", "key_options", "keys", "record"},
+    "config": {
+        *{"edge_options", "errors", "folder", "key_options", "keys", "queue_options", "record"},
+    },
     "kv_cache": {"sequence"},
     "masks": {"sequence"},
     "candidates": {"sequence"},
     "edits": {"sequence"},
     "logprobs": {"candidates", "sequence"},
     "sampler": {"candidates", "edits", "logprobs", "sequence"},
-    "scheduler": {"batch_limit", "repetition", "sampler", "sequence"},
+    "waiting": {"sequence"},
+    "work": {"sequence"},
+    "backlog": {"errors", "pace", "sequence", "work"},
+    "scheduler": {"batch_limit", "repetition", "sampler", "sequence", "waiting"},
     "form": {"graph", "kv_cache"},
     "fused": {"form", "graph", "kv_cache"},
     "portable": {"errors", "form", "kv_cache"},
@@ -73,17 +81,20 @@ OWN: dict[str, set[str]] = {
     "grammar": {
         *{"detokenizer", "errors", "lark", "masks", "schema", "tool_grammar", "tool_schemas"},
     },
-    "metrics": {"sequence"},
+    "histogram": set(),
+    "metrics": {"backlog", "histogram", "sequence"},
     # the engine, its thread, and an answer as it comes out of it
-    "engine": {"kv_cache", "masks", "sampler", "scheduler", "sequence"},
-    "bridge": {"engine", "errors", "pulse", "sequence"},
+    "engine": {"backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
+    "bridge": {"backlog", "engine", "errors", "pulse", "sequence"},
     "drain": {"bridge", "errors"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
-    "completion": {"bridge", "detokenizer", "errors", "sequence", "stops"},
+    "completion": {
+        *{"backlog", "bridge", "detokenizer", "direct", "errors", "sequence", "stops"},
+    },
     # HTTP
     "framing": {"config", "errors"},
     "body": {"config", "errors", "framing"},
-    "connection": {"access", "body", "departure", "errors", "framing"},
+    "connection": {"access", "body", "departure", "direct", "errors", "framing"},
     "edge": {"config", "connection"},
     "fields": {"sequence"},
     "generate_requests": {"fields"},
@@ -106,13 +117,14 @@ OWN: dict[str, set[str]] = {
         *{"probe", "record", "scheduler", "text"},
     },
     "service": {
-        *{"bridge", "completion", "config", "engine", "errors", "graph", "loading", "metrics"},
+        *{"backlog", "bridge", "completion", "config", "engine", "errors", "graph", "loading"},
+        "metrics",
         *{"chat", "departure", "drain", "fields", "grammar", "limits", "sequence", "tools"},
         *{"guard", "key_ring", "quota"},
     },
     "http": {
-        *{"access", "completion", "config", "departure", "errors", "limits", "protocol", "replies"},
-        "service",
+        *{"access", "completion", "config", "departure", "direct", "errors", "limits", "protocol"},
+        *{"replies", "service"},
     },
     "generate_api": {
         *{"generate_replies", "generate_requests", "http", "limits", "service"},
@@ -126,19 +138,19 @@ OWN: dict[str, set[str]] = {
         *{"cors", "docs_page", "errors", "generate_api", "http", "openai_api", "ops_api"},
         "service",
     },
-    "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "service"},
+    "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "machine", "service"},
 }
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
-    "click": {"config", "edge_options", "key_options"},
+    "click": {"config", "edge_options", "key_options", "queue_options"},
     "flask": {
         *{"api", "cors", "docs_page", "edge", "generate_api", "guard", "http", "openai_api"},
         "ops_api",
     },
     "gevent": {
-        *{"__main__", "bridge", "completion", "connection", "departure", "drain", "edge"},
-        *{"framing", "guard"},
+        *{"__main__", "bridge", "completion", "connection", "departure", "direct", "drain"},
+        *{"edge", "framing", "guard"},
     },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar", "masks"},
@@ -150,7 +162,7 @@ DOORS: dict[str, set[str]] = {
     "onnxruntime": {"form", "fused", "model"},
     "optimum": {"model"},
     "orjson": {"connection", "http", "openai_replies", "protocol", "replies"},
-    "prometheus_client": {"metrics", "ops_api", "service"},
+    "prometheus_client": {"histogram", "metrics", "ops_api", "service"},
     "psutil": {"machine"},
     "pydantic": {
         *{"fields", "generate_requests", "http", "openai_requests", "openapi", "protocol"},
@@ -161,7 +173,7 @@ DOORS: dict[str, set[str]] = {
     "tokenizers": {"detokenizer", "grammar", "plain", "text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
     "transformers": {"ends", "text"},
-    "werkzeug": {"api", "drain", "guard"},
+    "werkzeug": {"api", "guard"},
 }
 
 
