@@ -13,7 +13,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed
 from .docs_page import docs_routes
 from .errors import ClientLeft, PayloadTooLarge, ServeError, UnreadableBody, error_body
 from .generate_api import generate_routes
-from .http import begin_request, json_response, note
+from .http import begin_request, give_back, json_response, note
 from .openai_api import openai_routes
 from .service import Service
 
@@ -25,6 +25,7 @@ def create_app(service: Service) -> Flask:
     app.url_map.merge_slashes = False  # `//` is another path, not one to be sent on from
     app.wsgi_app = service.drain.counting(app.wsgi_app)  # type: ignore[method-assign]
     app.before_request(begin_request)
+    app.teardown_request(give_back)
     app.register_blueprint(generate_routes(service))
     app.register_blueprint(openai_routes(service))
     app.register_blueprint(docs_routes())
@@ -41,11 +42,11 @@ def create_app(service: Service) -> Flask:
     @app.get("/health/ready")
     def ready() -> Response:
         service.check_ready()
-        return json_response({"status": "ready", "model": service.model_names[0]})
+        return json_response({"status": "ready", "model": service.current.model_names[0]})
 
     @app.get("/info")
     def info() -> Response:
-        return json_response(service.model.info)
+        return json_response(service.current.model.info)
 
     @app.get("/metrics")
     def metrics() -> Response:

@@ -1,4 +1,4 @@
-"""What the routes work with: settings, metrics, the bridge and, once loaded, the model's text side.
+"""What the routes work with: the server's settings and metrics, and the model that is served.
 
 `_load` runs on the engine thread and imports `loading` there, so that the hub answers health checks
 from the first moment.
@@ -28,7 +28,7 @@ from .limits import (
     check_token_ids,
     resolve_max_tokens,
 )
-from .metrics import Metrics
+from .metrics import EngineMetrics, Metrics
 from .sequence import Constraint, SamplingParams, Sequence
 
 if TYPE_CHECKING:
@@ -69,14 +69,22 @@ class Ask:
     visible_ids: frozenset[int] = field(default_factory=frozenset)  # control tokens to be shown
 
 
-class Service:
-    def __init__(self, settings: Settings) -> None:
+class Served:
+    """One model with its engine's thread, and what a request can ask of both.
+
+    A request takes it once (`http.take`) and keeps to it: the server may switch to another model
+    at any time.
+    """
+
+    def __init__(
+        self, settings: Settings, observer: EngineMetrics, load: Callable[[Served], Engine]
+    ) -> None:
+        """`load` runs on the engine's thread and fills `loaded`."""
         self.settings = settings
-        self.registry = CollectorRegistry()
-        self.metrics = Metrics(self.registry)
-        self.bridge = Bridge(self._load, settings.max_step_seconds)
-        self.drain = Drain(self.bridge, settings.pre_drain_seconds, settings.drain_seconds)
-        self._model: LoadedModel | None = None
+        self.observer = observer
+        self.bridge = Bridge(partial(load, self), settings.max_step_seconds)
+        self.loaded: LoadedModel | None = None
+        self.num_requests = 0  # that have taken it, and may still submit
 
     @property
     def model(self) -> LoadedModel:
@@ -84,17 +92,10 @@ class Service:
 
         Failed steps do not count here: the next request may well succeed.
         """
-        if self._model is None or self.bridge.state is not State.READY:
+        if self.loaded is None or self.bridge.state is not State.READY:
             self.bridge.check_served()
             raise NotReady("the model is not loaded")
-        return self._model
-
-    def check_ready(self) -> None:
-        """Raises NotReady, with the reason, if no more requests should be sent here."""
-        if self.drain.is_announced:
-            raise Draining("the server is draining: it ends once its requests are done")
-        if (reason := self.bridge.why_not_ready) is not None:
-            raise NotReady(reason)
+        return self.loaded
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -212,17 +213,44 @@ class Service:
             for choice in range(fields.num_choices)
         ]
 
-    def _load(self) -> Engine:
+
+class Service:
+    """What stays when the model is switched, and `current`: the model that new requests get."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.registry = CollectorRegistry()
+        self.metrics = Metrics(self.registry)
+        self.current = self.prepare(settings)
+        self.drain = Drain(self.bridge, settings.pre_drain_seconds, settings.drain_seconds)
+
+    @property
+    def bridge(self) -> Bridge:
+        return self.current.bridge
+
+    def prepare(self, settings: Settings) -> Served:
+        """The model of these settings; it loads when its bridge is started."""
+        return Served(settings, self.metrics.of_engine(), self._load)
+
+    def check_ready(self) -> None:
+        """Raises NotReady, with the reason, if no more requests should be sent here."""
+        if self.drain.is_announced:
+            raise Draining("the server is draining: it ends once its requests are done")
+        if (reason := self.bridge.why_not_ready) is not None:
+            raise NotReady(reason)
+
+    def _load(self, served: Served) -> Engine:
         from .graph import read_graph
 
-        enter = self.bridge.pulse.enter
+        enter = served.bridge.pulse.enter
         started_at = time.monotonic()
         enter("reading the graph")
-        graph = read_graph(self.settings.model_path)
+        graph = read_graph(served.settings.model_path)
 
         enter("importing libraries")
         from .loading import load  # seconds: a missing file has been told by now
 
-        engine, self._model = load(graph, self.settings, self.metrics, enter)
-        log.info("loaded %s in %.1f s", self._model.info, time.monotonic() - started_at)
+        engine, loaded = load(graph, served.settings, served.observer, enter)
+        served.loaded = loaded
+        log.info("loaded %s in %.1f s", loaded.info, time.monotonic() - started_at)
         return engine
