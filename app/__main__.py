@@ -28,6 +28,7 @@ def main() -> int:
     # A container's first process gets only the signals that it asks for. Nothing to drain yet.
     for number in _SIGNALS:
         signal.signal(number, lambda *_: os._exit(0))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the load reads what is there now anyway
     # Settings are right: only now the slower imports.
     import gevent
 
@@ -36,6 +37,7 @@ def main() -> int:
     from .edge import bind
     from .errors import WrongSetting
     from .service import Service
+    from .switch import reload
 
     service = Service(settings)
     try:
@@ -45,10 +47,11 @@ def main() -> int:
         return 2
     for number in _SIGNALS:
         gevent.signal_handler(number, service.drain.hear)
+    gevent.signal_handler(signal.SIGHUP, reload, service)
     service.bridge.start()
     server.start()
     log.info("listening on http://%s:%d", server.server_host, server.server_port)
-    service.bridge.ended.wait()
+    service.ended.wait()
     server.stop(timeout=1)
     if service.bridge.state is State.FAILED:
         print(f"cannot serve: {_told(service.bridge.failure)}", file=sys.stderr)

@@ -10,12 +10,14 @@ from flask import Flask, Response, g, request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
+from .admin_api import admin_routes
 from .docs_page import docs_routes
 from .errors import ClientLeft, PayloadTooLarge, ServeError, UnreadableBody, error_body
 from .generate_api import generate_routes
 from .http import begin_request, give_back, json_response, note
 from .openai_api import openai_routes
 from .service import Service
+from .switch import loading_folder
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ def create_app(service: Service) -> Flask:
     app.register_blueprint(generate_routes(service))
     app.register_blueprint(openai_routes(service))
     app.register_blueprint(docs_routes())
+    app.register_blueprint(admin_routes(service))
 
     @app.before_request
     def take() -> None:
@@ -46,7 +49,7 @@ def create_app(service: Service) -> Flask:
 
     @app.get("/info")
     def info() -> Response:
-        return json_response(service.current.model.info)
+        return json_response(service.current.model.info | {"loading": loading_folder(service)})
 
     @app.get("/metrics")
     def metrics() -> Response:
@@ -62,8 +65,8 @@ def create_app(service: Service) -> Flask:
         response = json_response(body, status)
         if isinstance(error, MethodNotAllowed) and error.valid_methods:
             response.headers["Allow"] = ", ".join(error.valid_methods)
-        if isinstance(error, ServeError) and not error.may_retry:
-            response.headers["x-should-retry"] = "false"  # OpenAI's client would, twice
+        if isinstance(error, ServeError):
+            response.headers.update(error.headers())
         if isinstance(error, UnreadableBody | PayloadTooLarge):
             response.headers["Connection"] = "close"  # where the next request begins is unknown
         return response

@@ -21,8 +21,11 @@ Json = dict[str, Any]
 _SCHEMAS = "#/components/schemas/"
 ERRORS = {
     400: "The body, a field of it or a header is wrong; `param` names it.",
+    401: "The request does not carry a key that is needed (`Authorization: Bearer KEY`).",
+    403: "The server has no ADMIN_API_KEY.",
     404: "Another model than the one that is served.",
     408: "The body did not arrive in time.",
+    409: "Another model is being loaded already.",
     413: "The body is larger than MAX_BODY_BYTES.",
     415: "The Content-Type is not application/json.",
     500: "The model, or the server, failed on this request.",

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gevent.event import Event
 from prometheus_client import CollectorRegistry
 
 from .bridge import Bridge, State
 from .completion import Answer, Completion
-from .config import Settings
+from .config import Settings, check_folder
 from .departure import Departure
 from .drain import Drain
 from .errors import Draining, InvalidRequest, NotReady
@@ -29,6 +30,7 @@ from .limits import (
     resolve_max_tokens,
 )
 from .metrics import EngineMetrics, Metrics
+from .origin import Origin, read_origin
 from .sequence import Constraint, SamplingParams, Sequence
 
 if TYPE_CHECKING:
@@ -82,9 +84,19 @@ class Served:
         """`load` runs on the engine's thread and fills `loaded`."""
         self.settings = settings
         self.observer = observer
-        self.bridge = Bridge(partial(load, self), settings.max_step_seconds)
+        self.bridge = Bridge(partial(self._load, load), settings.max_step_seconds)
         self.loaded: LoadedModel | None = None
+        self.origin: Origin | None = None  # what it was loaded from
         self.num_requests = 0  # that have taken it, and may still submit
+
+    @property
+    def is_in_use(self) -> bool:
+        return self.num_requests > 0 or self.bridge.has_streams
+
+    def close(self) -> None:
+        """Its bridge has ended: waits for the thread, and lets go of all that was loaded."""
+        self.bridge.close()
+        self.loaded = None
 
     @property
     def model(self) -> LoadedModel:
@@ -181,6 +193,11 @@ class Served:
         work = partial(compilers[structure.kind], structure.source, structure.field)
         return self.bridge.off_hub(work, "grammar", deadline_at)
 
+    def _load(self, load: Callable[[Served], Engine]) -> Engine:
+        # First: what changes while it is read has changed.
+        self.origin = read_origin(self.settings.model_path)
+        return load(self)
+
     def _choices(
         self,
         fields: SamplingFields,
@@ -215,22 +232,55 @@ class Served:
 
 
 class Service:
-    """What stays when the model is switched, and `current`: the model that new requests get."""
+    """What stays when the model is switched, and `current`: the model that new requests get.
+
+    `loading` is to become the current one (`switch.py`); those `retiring` were, and still have
+    requests.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.registry = CollectorRegistry()
         self.metrics = Metrics(self.registry)
+        self.ended = Event()  # the current engine has
         self.current = self.prepare(settings)
-        self.drain = Drain(self.bridge, settings.pre_drain_seconds, settings.drain_seconds)
+        self.loading: Served | None = None
+        self.retiring: list[Served] = []
+        self.drain = Drain(self, settings.pre_drain_seconds, settings.drain_seconds)
 
     @property
     def bridge(self) -> Bridge:
         return self.current.bridge
 
+    @property
+    def state(self) -> State:
+        return self.bridge.state
+
     def prepare(self, settings: Settings) -> Served:
         """The model of these settings; it loads when its bridge is started."""
-        return Served(settings, self.metrics.of_engine(), self._load)
+        served = Served(settings, self.metrics.of_engine(), self._load)
+        served.bridge.ended.rawlink(lambda _: self._hear_end(served))
+        return served
+
+    def adopt(self, served: Served) -> Served:
+        """New requests get it from now on; the one that they got until now, which retires."""
+        old, self.current = self.current, served
+        self.metrics.current = served.observer
+        self.retiring.append(old)
+        return old
+
+    def discard(self, served: Served) -> None:
+        """It has ended, or never served; waits for its thread."""
+        served.close()
+        self.metrics.forget(served.observer)
+        if served in self.retiring:
+            self.retiring.remove(served)
+
+    def request_stop(self) -> None:
+        """Of every engine; `ended` tells when the current one has."""
+        loading = [self.loading] if self.loading else []
+        for served in (*self.retiring, *loading, self.current):
+            served.bridge.request_stop()
 
     def check_ready(self) -> None:
         """Raises NotReady, with the reason, if no more requests should be sent here."""
@@ -239,12 +289,17 @@ class Service:
         if (reason := self.bridge.why_not_ready) is not None:
             raise NotReady(reason)
 
+    def _hear_end(self, served: Served) -> None:
+        if served is self.current:
+            self.ended.set()
+
     def _load(self, served: Served) -> Engine:
         from .graph import read_graph
 
         enter = served.bridge.pulse.enter
         started_at = time.monotonic()
         enter("reading the graph")
+        check_folder(served.settings)
         graph = read_graph(served.settings.model_path)
 
         enter("importing libraries")

@@ -25,6 +25,7 @@ from .tiny_tokenizers import byte_level_tokenizer
 EDGE: dict[str, Any] = {str(option.name): option.default for option in EDGE_OPTIONS}
 SETTINGS = Settings(
     *(Path(), "127.0.0.1", 0, "cpu", False, False, 1, 4, 64, 8, 100_000, 0, 60, 0, 30, (), "info"),
+    admin_api_key="",
     **EDGE,
 )
 CONTEXT = 64

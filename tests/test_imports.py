@@ -25,6 +25,7 @@ OWN: dict[str, set[str]] = {
     "repetition": set(),
     "pulse": set(),
     "batch_limit": set(),
+    "origin": set(),
     "stops": set(),
     "precision": set(),
     # the model folder, as far as it can be read without its weights
@@ -101,8 +102,11 @@ OWN: dict[str, set[str]] = {
     },
     "service": {
         *{"bridge", "completion", "config", "engine", "errors", "graph", "loading", "metrics"},
-        *{"chat", "departure", "drain", "fields", "grammar", "limits", "sequence", "tools"},
+        *{"chat", "departure", "drain", "fields", "grammar", "limits", "origin", "sequence"},
+        "tools",
     },
+    "switch": {"bridge", "errors", "origin", "service"},
+    "admin_api": {"errors", "generate_requests", "http", "service", "switch"},
     "http": {
         *{"access", "completion", "config", "departure", "errors", "limits", "protocol", "replies"},
         "service",
@@ -114,17 +118,20 @@ OWN: dict[str, set[str]] = {
         *{"errors", "fields", "http", "limits", "openai_replies", "openai_requests", "service"},
         *{"chat", "schema", "tool_calls", "tool_grammar", "tools"},
     },
-    "api": {"docs_page", "errors", "generate_api", "http", "openai_api", "service"},
-    "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "service"},
+    "api": {
+        *{"admin_api", "docs_page", "errors", "generate_api", "http", "openai_api", "service"},
+        "switch",
+    },
+    "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "service", "switch"},
 }
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
     "click": {"config", "edge_options"},
-    "flask": {"api", "docs_page", "edge", "generate_api", "http", "openai_api"},
+    "flask": {"admin_api", "api", "docs_page", "edge", "generate_api", "http", "openai_api"},
     "gevent": {
         *{"__main__", "bridge", "completion", "connection", "departure", "drain", "edge"},
-        *{"framing"},
+        *{"framing", "service", "switch"},
     },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar", "masks"},
