@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 # Before any library reads them: no telemetry, no network for local files, no thread pool of the
 # tokenizer that a fork would break.
@@ -16,6 +17,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from .config import read_settings
 from .logs import set_up
+
+if TYPE_CHECKING:
+    from .edge import Edge
+    from .service import Service
 
 log = logging.getLogger("app")
 
@@ -32,31 +37,46 @@ def main() -> int:
     # Settings are right: only now the slower imports.
     import gevent
 
-    from .api import create_app
     from .bridge import State
-    from .edge import bind
     from .errors import WrongSetting
     from .service import Service
     from .switch import reload
 
     service = Service(settings)
-    try:
-        server = bind(create_app(service), settings, service.metrics.rejected)
-    except OSError as error:
-        print(f"HOST={settings.host} PORT={settings.port}: {error.strerror}", file=sys.stderr)
+    if (servers := _bind(service)) is None:
         return 2
     for number in _SIGNALS:
         gevent.signal_handler(number, service.drain.hear)
     gevent.signal_handler(signal.SIGHUP, reload, service)
     service.bridge.start()
-    server.start()
-    log.info("listening on http://%s:%d", server.server_host, server.server_port)
+    for words, server in servers.items():
+        server.start()
+        log.info("%s on http://%s:%d", words, server.server_host, server.server_port)
+    gevent.spawn(service.guard.keep)
     service.ended.wait()
-    server.stop(timeout=1)
+    gevent.joinall([gevent.spawn(server.stop, 1) for server in servers.values()])
     if service.bridge.state is State.FAILED:
         print(f"cannot serve: {_told(service.bridge.failure)}", file=sys.stderr)
         return 2 if isinstance(service.bridge.failure, WrongSetting) else 1
     return 0
+
+
+def _bind(service: Service) -> dict[str, Edge] | None:
+    """The servers, by what they do; None if a port cannot be had, which has been told."""
+    from .api import create_app, create_ops_app
+    from .edge import bind, bind_ops
+
+    settings, count = service.settings, service.metrics.rejected
+    names = f"HOST={settings.host} PORT={settings.port}"
+    try:
+        servers = {"listening": bind(create_app(service), settings, count)}
+        names = f"OPS_HOST={settings.ops_host} OPS_PORT={settings.ops_port}"
+        if (ops := bind_ops(create_ops_app(service), settings, count)) is not None:
+            servers["health and metrics"] = ops
+    except OSError as error:
+        print(f"{names}: {error.strerror}", file=sys.stderr)
+        return None
+    return servers
 
 
 def _told(failure: BaseException | None) -> str:

@@ -1,5 +1,5 @@
 """The app: its routes put together, and one handler that turns every error into OpenAI's error
-object and counts it."""
+object and counts it. Health and metrics may have an app of their own, for a port of their own."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import logging
 from typing import Any
 
 from flask import Flask, Response, g, request
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from .admin_api import admin_routes
+from .cors import Cors
 from .docs_page import docs_routes
 from .errors import ClientLeft, PayloadTooLarge, ServeError, UnreadableBody, error_body
 from .generate_api import generate_routes
 from .http import begin_request, give_back, json_response, note
 from .openai_api import openai_routes
+from .ops_api import READY, ops_routes
 from .service import Service
 from .switch import loading_folder
 
@@ -23,44 +24,54 @@ log = logging.getLogger(__name__)
 
 
 def create_app(service: Service) -> Flask:
-    app = Flask(__name__, static_folder=None)
-    app.url_map.merge_slashes = False  # `//` is another path, not one to be sent on from
+    app = _new_app(service)
     app.wsgi_app = service.drain.counting(app.wsgi_app)  # type: ignore[method-assign]
-    app.before_request(begin_request)
+    app.wsgi_app = service.guard.releasing(app.wsgi_app)  # type: ignore[method-assign]
     app.teardown_request(give_back)
+    if service.settings.cors_origins:
+        cors = Cors(service.settings.cors_origins)
+        app.before_request(cors.preflight)
+        app.after_request(cors.tell)
+    app.before_request(service.guard.check)
     app.register_blueprint(generate_routes(service))
     app.register_blueprint(openai_routes(service))
     app.register_blueprint(docs_routes())
     app.register_blueprint(admin_routes(service))
+    if not service.settings.ops_port:
+        app.register_blueprint(ops_routes(service))
 
     @app.before_request
     def take() -> None:
         if request.method == "POST":
             service.drain.check()
 
-    @app.get("/health/live")
-    def live() -> Response:
-        return json_response({"status": "live"})
-
-    @app.get("/health/ready")
-    def ready() -> Response:
-        service.check_ready()
-        return json_response({"status": "ready", "model": service.current.model_names[0]})
-
     @app.get("/info")
     def info() -> Response:
         return json_response(service.current.model.info | {"loading": loading_folder(service)})
 
-    @app.get("/metrics")
-    def metrics() -> Response:
-        return Response(generate_latest(service.registry), content_type=CONTENT_TYPE_LATEST)
+    return app
+
+
+def create_ops_app(service: Service) -> Flask:
+    """Health and metrics alone, for the port OPS_PORT. Nobody needs a key."""
+    app = _new_app(service)
+    app.register_blueprint(ops_routes(service))
+    return app
+
+
+def _new_app(service: Service) -> Flask:
+    """Without routes; a request has its id, and an error its answer."""
+    app = Flask(__name__, static_folder=None)
+    app.config["PROVIDE_AUTOMATIC_OPTIONS"] = False  # OPTIONS is a method like any other
+    app.url_map.merge_slashes = False  # `//` is another path, not one to be sent on from
+    app.before_request(begin_request)
 
     @app.errorhandler(Exception)
     def refuse(error: Exception) -> Response:
         status, body = _describe(error)
         note(error=body["error"]["code"])
         # A probe's 503 is its answer, not a lost request; a client that left was not refused.
-        if request.endpoint != "ready" and not isinstance(error, ClientLeft):
+        if request.endpoint != READY and not isinstance(error, ClientLeft):
             service.metrics.rejected(body["error"]["code"])
         response = json_response(body, status)
         if isinstance(error, MethodNotAllowed) and error.valid_methods:

@@ -16,6 +16,8 @@ import click
 from .edge_options import EDGE_OPTIONS
 from .errors import UnservableModel, WrongSetting
 from .folder import find_graph, read_context_length
+from .key_options import KEY_OPTIONS
+from .keys import BadKeys, Key, check_apart, parse_file, read_file
 from .record import read_record
 
 
@@ -53,7 +55,12 @@ class Settings:
     body_timeout_ms: int
     write_timeout_ms: int
     tcp_user_timeout_ms: int
+    ops_port: int
+    ops_host: str
     log_format: str
+    api_keys: tuple[Key, ...]
+    api_keys_file: Path | None
+    cors_origins: tuple[str, ...]
 
 
 def _model_folder(_: click.Context, __: click.Parameter, value: Path) -> Path:
@@ -80,6 +87,7 @@ def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]
 def _check(**values: Any) -> Settings:
     """The settings as a whole: a limit must lie within the model's own."""
     settings = Settings(**values)
+    _check_keys(settings)
     try:
         check_folder(settings)
     except WrongSetting as error:
@@ -111,6 +119,20 @@ def _admin_key(_: click.Context, __: click.Parameter, value: str) -> str:
     if not re.fullmatch("[!-~]*", value):
         raise click.BadParameter("a key has visible ASCII characters only, no spaces.")
     return value
+
+
+def _check_keys(settings: Settings) -> None:
+    """Of the variable and the file together."""
+    if settings.api_keys_file is None:
+        return
+    try:
+        in_file = parse_file(read_file(settings.api_keys_file))
+        check_apart([*settings.api_keys, *in_file])
+    except BadKeys as error:
+        raise click.BadParameter(
+            f"{settings.api_keys_file}: {error}",
+            param_hint="'--api-keys-file' (env var: 'API_KEYS_FILE')",
+        ) from None
 
 
 def _option(flag: str, name: str, help_: str, **attributes: Any) -> click.Option:
@@ -259,6 +281,7 @@ OPTIONS: list[click.Parameter] = [
         callback=_admin_key,
     ),
     *EDGE_OPTIONS,
+    *KEY_OPTIONS,
 ]
 
 

@@ -187,7 +187,7 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
             f"Content-Length: {len(body)}",
             f"Date: {email.utils.formatdate(usegmt=True)}",
             f"X-Request-Id: {request_id}",
-            *(["Retry-After: 1"] if isinstance(error, TooManyConnections) else []),
+            *(f"{name}: {value}" for name, value in error.headers().items()),
             "Connection: close",
         ]
         answer = "\r\n".join([*lines, "\r\n"]).encode()

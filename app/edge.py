@@ -7,6 +7,7 @@ import resource
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flask import Flask
@@ -68,6 +69,20 @@ def bind(app: Flask, settings: Settings, count: Callable[[str], None] = lambda c
     server = Edge(app, settings, count)
     server.init_socket()
     return server
+
+
+def bind_ops(app: Flask, settings: Settings, count: Callable[[str], None]) -> Edge | None:
+    """Likewise on the port of their own that health and metrics may have, for as many connections
+    as are reserved for them; None if they have none."""
+    if not settings.ops_port:
+        return None
+    own = replace(
+        settings,
+        host=settings.ops_host or settings.host,
+        port=settings.ops_port,
+        max_connections=settings.reserved_connections,
+    )
+    return bind(app, own, count)
 
 
 def _max_connections(settings: Settings) -> int:

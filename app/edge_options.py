@@ -66,6 +66,12 @@ EDGE_OPTIONS: list[click.Parameter] = [
         "Milliseconds after which a peer that acknowledges nothing counts as vanished.",
         *(30_000, 1000, _DAY_MS),
     ),
+    _number(
+        "ops_port",
+        "Port of their own for health and metrics, which `PORT` then does not serve; 0 is none.",
+        *(0, 0, 65535),
+    ),
+    _option("ops_host", "Address of that port; empty takes `HOST`.", click.STRING, ""),
     _option(
         "log_format",
         "`json`: each message is one line of JSON.",

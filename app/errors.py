@@ -18,6 +18,7 @@
     |-- UriTooLong            414
     |-- UnsupportedMediaType  415
     |-- ExpectationFailed     417
+    |-- RateLimited           429  a key's requests, tokens or open requests are spent
     |-- HeadersTooLarge       431
     |-- ClientLeft            499  for the log: nobody is there to be told
     |-- DeadlineExceeded      504  no token within the request's time
@@ -29,12 +30,13 @@
     UnservableModel           the folder cannot be served correctly; ends the process at start
     `-- WrongSetting          a setting asks for what this machine or model cannot do
 
-Each class holds its HTTP status, its `type` and `code` in OpenAI's error shape, and whether a
-client may send the same request again at once.
+Each class holds its HTTP status, its `type` and `code` in OpenAI's error shape, and whether and
+when a client may send the same request again.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 
@@ -43,6 +45,7 @@ class ServeError(Exception):
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
     may_retry: ClassVar[bool] = True
+    retry_after: float | None = None  # seconds, where they are known
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -55,6 +58,8 @@ class ServeError(Exception):
     def headers(self) -> dict[str, str]:
         """What goes with it in the answer's head."""
         said = {}
+        if self.retry_after is not None:
+            said["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
         if not self.may_retry:
             said["x-should-retry"] = "false"  # OpenAI's client would, twice
         return said
@@ -172,6 +177,16 @@ class ExpectationFailed(ServeError):
     code = "expectation_failed"
 
 
+class RateLimited(ServeError):
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class HeadersTooLarge(ServeError):
     status = 431
     type = "invalid_request_error"
@@ -205,6 +220,7 @@ class TooManyConnections(ServeError):
     status = 503
     type = "service_unavailable_error"
     code = "too_many_connections"
+    retry_after = 1.0
 
 
 class ModelFailure(ServeError):

@@ -18,7 +18,7 @@ from .departure import ENVIRON_KEY, Departure
 from .errors import InvalidRequest, PayloadTooLarge, UnreadableBody, UnsupportedMediaType
 from .limits import deadline
 from .protocol import parse
-from .replies import KEEP_ALIVE, guarded, summary
+from .replies import KEEP_ALIVE, guarded, summary, usage
 from .service import Ask, Served, Service
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def json_response(fields: dict[str, Any], status: int = 200) -> Response:
 
 
 def send_whole(answer: Answer, frame: Callable[[Iterable[Indexed]], dict[str, Any]]) -> Response:
+    _meter(answer)
     try:
         return json_response(frame(answer))
     finally:
@@ -115,6 +116,7 @@ def send_stream(
     """The status goes out with the first delta, framed, or after `KEEP_ALIVE_SECONDS` with a
     comment: a failure until then is a real one. One behind it is an event, and `count` hears its
     code."""
+    _meter(answer)
     try:
         if answer.wait(KEEP_ALIVE_SECONDS):
             deltas = iter(answer)
@@ -150,6 +152,12 @@ def _kept_alive(
 def note(**fields: Any) -> None:
     """What the access log shall say of this request."""
     request.environ.setdefault(NOTE, {}).update(fields)
+
+
+def _meter(answer: Answer) -> None:
+    """Charges its tokens to the key that asks, if there is one."""
+    if (lease := g.get("lease")) is not None:
+        lease.meter(lambda: usage(answer)["total_tokens"])
 
 
 def _tell(answer: Answer) -> None:

@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from .http import REQUEST_ID
 from .limits import DECIMAL
 from .responses import ErrorReply
-from .routes import JSON, ROUTES, Route
+from .routes import JSON, ROUTES, Route, is_open
 
 VERSION = "0.1.0"  # pyproject's: a checkout is not installed, so nothing else could tell
 Json = dict[str, Any]
@@ -28,6 +28,7 @@ ERRORS = {
     409: "Another model is being loaded already.",
     413: "The body is larger than MAX_BODY_BYTES.",
     415: "The Content-Type is not application/json.",
+    429: "The API key's requests or tokens of a minute, or its open requests, are used up.",
     500: "The model, or the server, failed on this request.",
     503: "The model is loading, hangs or has failed (not_ready), or the server ends (draining).",
     504: "The request's time was over before its first token.",
@@ -35,7 +36,9 @@ ERRORS = {
 _ABOUT = (
     "Fields that are not listed are refused, and types are not converted. A wrong method is "
     "answered with 405 and `Allow`, an unknown path with 404, both with the same error object. An "
-    "error after a stream's first event is one more event, and the stream ends."
+    "error after a stream's first event is one more event, and the stream ends. If the server has "
+    "API keys, requests carry one (`Authorization: Bearer KEY`). Health and metrics may be on a "
+    "port of their own (OPS_PORT)."
 )
 
 
@@ -56,7 +59,23 @@ def build_document() -> Json:
         "components": {
             "schemas": _schemas(),
             "responses": {f"Error{status}": _error(status) for status in ERRORS},
-            "headers": {"RequestId": {"schema": _REQUEST_ID_SCHEMA, "required": True}},
+            "headers": {
+                "RequestId": {"schema": _REQUEST_ID_SCHEMA, "required": True},
+                "RetryAfter": {"schema": {"type": "string", "pattern": "^[0-9]+$"}},
+                "WwwAuthenticate": {"schema": {"type": "string", "const": "Bearer"}},
+            },
+            "securitySchemes": {
+                "ApiKey": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "Only if the server has keys (API_KEYS, API_KEYS_FILE).",
+                },
+                "AdminKey": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "The key of ADMIN_API_KEY.",
+                },
+            },
             "parameters": _PARAMETERS,
         },
     }
@@ -95,8 +114,12 @@ def _operation(route: Route) -> Json:
         "tags": [route.group],
         "parameters": [{"$ref": f"#/components/parameters/{name}"} for name in _parameters(route)],
         "responses": {"200": _success(route)}
-        | {str(status): _ref("responses", f"Error{status}") for status in sorted(route.errors)},
+        | {str(status): _ref("responses", f"Error{status}") for status in route.statuses},
     }
+    if not is_open(route.path):
+        operation["security"] = [{"ApiKey": []}, {}]
+    if route.path.startswith("/admin/"):
+        operation["security"] = [{"AdminKey": []}]
     if route.request is not None:
         content = {"schema": _schema(route.request), "example": route.example}
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
@@ -129,11 +152,16 @@ def _event(model: type[BaseModel], ends_with_done: bool) -> Json:
 
 
 _HEADERS = {"X-Request-Id": {"$ref": "#/components/headers/RequestId"}}
+_MORE_HEADERS = {
+    401: {"WWW-Authenticate": {"$ref": "#/components/headers/WwwAuthenticate"}},
+    429: {"Retry-After": {"$ref": "#/components/headers/RetryAfter"}},
+}
 
 
 def _error(status: int) -> Json:
     content = {JSON: {"schema": _schema(ErrorReply)}}
-    return {"description": ERRORS[status], "headers": _HEADERS, "content": content}
+    headers = _HEADERS | _MORE_HEADERS.get(status, {})
+    return {"description": ERRORS[status], "headers": headers, "content": content}
 
 
 def _ref(kind: str, name: str) -> Json:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound=BaseModel)
 
 _MAX_DEPTH = 100  # MAX_JSON_DEPTH's default
+_MAX_MEMBERS = 4096  # of one object: pydantic has an error for each that it does not know
 # Characters of what a client wrote that an error repeats.
 _MAX_NAME = 100
 _MAX_MESSAGE = 500
@@ -33,6 +34,8 @@ def parse(model: type[M], body: bytes, max_depth: int = _MAX_DEPTH) -> M:
         raise InvalidRequest(
             f"the body has objects or arrays more than {max_depth} deep (MAX_JSON_DEPTH)"
         )
+    if body.count(b":") > _MAX_MEMBERS:
+        _check_width(parsed)
     try:
         return model.model_validate(parsed)
     except ValidationError as error:
@@ -48,6 +51,26 @@ def _is_deeper(parsed: Any, depth: int) -> bool:
         if not level:
             return False
     return True
+
+
+def _check_width(parsed: dict[str, Any]) -> None:
+    if len(parsed) > _MAX_MEMBERS:
+        raise InvalidRequest(f"the body has more than {_MAX_MEMBERS} members")
+    for name, value in parsed.items():
+        if _is_wider(value, _MAX_MEMBERS):
+            name = name[:_MAX_NAME]
+            raise InvalidRequest(f"{name}: more than {_MAX_MEMBERS} members", param=name)
+
+
+def _is_wider(value: Any, width: int) -> bool:
+    """Has it, or an object in it, more than so many members?"""
+    left = [value] if isinstance(value, dict | list) else []
+    while left:
+        value = left.pop()
+        if isinstance(value, dict) and len(value) > width:
+            return True
+        left += [each for each in _values(value) if isinstance(each, dict | list)]
+    return False
 
 
 def _values(value: Any) -> Iterable[Any]:

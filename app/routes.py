@@ -14,8 +14,14 @@ from pydantic import BaseModel
 from . import generate_requests, openai_requests, responses
 
 JSON = "application/json"
+_OPEN = frozenset({"/", "/docs", "/metrics", "/openapi.json"})
 _SERVED = (500, 503)  # all routes that need the model
 _WORKS = (400, 408, 413, 415, 504, *_SERVED)
+
+
+def is_open(path: str) -> bool:
+    """Does a request for it need no API key, though there are some? (`/admin/` has its own.)"""
+    return path in _OPEN or path.startswith(("/health/", "/admin/"))
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,13 @@ class Route:
     errors: tuple[int, ...] = (400, 500)
     media_type: str = JSON
     example: dict[str, Any] | None = None
+
+    @property
+    def statuses(self) -> list[int]:
+        """Of all its errors, those of the API key included."""
+        if is_open(self.path):
+            return sorted(self.errors)
+        return sorted({*self.errors, 401, *([429] if self.method == "POST" else [])})
 
     @property
     def name(self) -> str:

@@ -22,6 +22,8 @@ from .config import Settings, check_folder
 from .departure import Departure
 from .drain import Drain
 from .errors import Draining, InvalidRequest, NotReady
+from .guard import Guard
+from .key_ring import KeyRing
 from .limits import (
     check_logprobs,
     check_min_tokens,
@@ -31,6 +33,7 @@ from .limits import (
 )
 from .metrics import EngineMetrics, Metrics
 from .origin import Origin, read_origin
+from .quota import Quotas
 from .sequence import Constraint, SamplingParams, Sequence
 
 if TYPE_CHECKING:
@@ -247,6 +250,8 @@ class Service:
         self.loading: Served | None = None
         self.retiring: list[Served] = []
         self.drain = Drain(self, settings.pre_drain_seconds, settings.drain_seconds)
+        ring = KeyRing(settings.api_keys, settings.api_keys_file)
+        self.guard = Guard(ring, Quotas())
 
     @property
     def bridge(self) -> Bridge:

@@ -27,6 +27,9 @@ SETTINGS = Settings(
     *(Path(), "127.0.0.1", 0, "cpu", False, False, 1, 4, 64, 8, 100_000, 0, 60, 0, 30, (), "info"),
     admin_api_key="",
     **EDGE,
+    api_keys=(),
+    api_keys_file=None,
+    cors_origins=(),
 )
 CONTEXT = 64
 CODEC = TextCodec(byte_level_tokenizer(), frozenset())

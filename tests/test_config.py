@@ -11,6 +11,7 @@ import click
 import pytest
 
 from app.config import OPTIONS, Settings, read_settings
+from app.keys import read_pairs
 
 ROOT = Path(__file__).parents[1]
 # What takes seconds to import, and what only a server that starts needs.
@@ -50,6 +51,11 @@ DEFAULTS: dict[str, Any] = {
     "write_timeout_ms": 30_000,
     "tcp_user_timeout_ms": 30_000,
     "log_format": "json",
+    "ops_port": 0,
+    "ops_host": "",
+    "api_keys": (),
+    "api_keys_file": None,
+    "cors_origins": (),
 }
 # name -> least and most
 BOUNDS = {
@@ -87,9 +93,14 @@ RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
     "SERVED_MODEL_NAME": (("a", ("a",)), (" a/b , gpt-4o", ("a/b", "gpt-4o"))),
     "LOG_LEVEL": (("debug", "debug"), ("error", "error")),
     "LOG_FORMAT": (("text", "text"), ("text", "text")),
+    "OPS_PORT": (("9090", 9090), ("65535", 65535)),
+    "OPS_HOST": (("127.0.0.1", "127.0.0.1"), ("::", "::")),
+    "API_KEYS": (("ann:a", read_pairs("ann:a")), ("bob:b,zoe:c", read_pairs("bob:b,zoe:c"))),
+    "API_KEYS_FILE": (("one.json", Path("one.json")), ("two.json", Path("two.json"))),
+    "CORS_ORIGINS": (("*", ("*",)), ("http://a:1, https://b.c", ("http://a:1", "https://b.c"))),
     **{name.upper(): ((str(low), low), (str(high), high)) for name, (low, high) in BOUNDS.items()},
 }
-# HOST is any text: only binding to it can tell.
+# HOST and OPS_HOST are any text: only binding to them can tell.
 WRONG: dict[str, list[str]] = {
     "MODEL_PATH": ["nowhere", "no-graph", "one/model.onnx"],
     "PORT": ["nope", "-1", "65536", "80.5"],
@@ -109,6 +120,10 @@ WRONG: dict[str, list[str]] = {
     "SERVED_MODEL_NAME": [",", "a,", "a,,b", " "],
     "LOG_LEVEL": ["loud", "10"],
     "LOG_FORMAT": ["xml"],
+    "OPS_PORT": ["nope", "-1", "65536"],
+    "API_KEYS": ["secret", "ann:", ",", "ann:a,ann:b"],
+    "API_KEYS_FILE": ["nowhere.json", "broken.json", "one"],
+    "CORS_ORIGINS": ["a.example", "https://a/", "https://A.example", "*,https://a", ",", "null"],
     **{name.upper(): ["many", str(low - 1), str(high + 1)] for name, (low, high) in BOUNDS.items()},
 }
 WRONG_VALUES = [(variable, value) for variable, values in WRONG.items() for value in values]
@@ -132,13 +147,17 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config = json.dumps({"max_position_embeddings": CONTEXT})
         (tmp_path / folder / "config.json").write_text(config)
     (tmp_path / "no-graph").mkdir()
+    for name in ("one", "two"):
+        keys = {"keys": [{"name": f"of-{name}", "secret": "in-a-file"}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(keys))
+    (tmp_path / "broken.json").write_text('{"keys": [')
     monkeypatch.chdir(tmp_path)
     for variable in FLAGS:
         monkeypatch.delenv(variable, raising=False)
 
 
 def test_tables_here_cover_every_option() -> None:
-    assert RIGHT.keys() == WRONG.keys() | {"HOST"} == FLAGS.keys()
+    assert RIGHT.keys() == WRONG.keys() | {"HOST", "OPS_HOST"} == FLAGS.keys()
 
 
 def test_every_setting_has_an_option_of_its_name() -> None:
@@ -200,6 +219,30 @@ def test_model_folder_without_a_graph_is_told_with_its_path_and_the_remedy(
     message = " ".join(capsys.readouterr().err.split())
     assert "'no-graph' is not a model folder: it has no model.onnx" in message
     assert "python -m quantize" in message
+
+
+def test_key_of_the_variable_that_is_also_in_the_file_names_the_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("API_KEYS", "ann:in-a-file")
+    with pytest.raises(SystemExit) as exit_:
+        read_settings(["--api-keys-file", "one.json"])
+    assert exit_.value.code == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "'API_KEYS_FILE'" in message
+    assert "one.json: ann and of-one have the same secret" in message
+
+
+def test_no_secret_is_in_the_settings_text_the_help_or_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("API_KEYS", "ann:do-not-tell")
+    assert "do-not-tell" not in repr(read_settings([]))
+    for arguments in (["--help"], ["--api-keys", "do-not-tell"], ["--port", "x"]):
+        with pytest.raises(SystemExit):
+            read_settings(arguments)
+    shown = capsys.readouterr()
+    assert "do-not-tell" not in shown.out + shown.err
 
 
 def test_unknown_flag_exits_2(capsys: pytest.CaptureFixture[str]) -> None:

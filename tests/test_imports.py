@@ -36,7 +36,11 @@ OWN: dict[str, set[str]] = {
     "graph": {"attention", "errors", "external_data", "folder"},
     "context": {"folder", "graph", "record"},
     # one idea each
-    "config": {"edge_options", "errors", "folder", "record"},
+    "quota": {"errors"},
+    "keys": {"quota"},
+    "key_ring": {"keys"},
+    "key_options": {"keys"},
+    "config": {"edge_options", "errors", "folder", "key_options", "keys", "record"},
     "kv_cache": {"sequence"},
     "masks": {"sequence"},
     "candidates": {"sequence"},
@@ -94,6 +98,8 @@ OWN: dict[str, set[str]] = {
     },
     "responses": set(),
     "routes": {"generate_requests", "openai_requests", "responses"},
+    "guard": {"access", "errors", "key_ring", "keys", "quota", "routes"},
+    "cors": set(),
     "openapi": {"http", "limits", "responses", "routes"},
     "docs_page": {"http", "openapi"},
     "loading": {
@@ -103,7 +109,7 @@ OWN: dict[str, set[str]] = {
     "service": {
         *{"bridge", "completion", "config", "engine", "errors", "graph", "loading", "metrics"},
         *{"chat", "departure", "drain", "fields", "grammar", "limits", "origin", "sequence"},
-        "tools",
+        *{"guard", "key_ring", "quota", "tools"},
     },
     "switch": {"bridge", "errors", "origin", "service"},
     "admin_api": {"errors", "generate_requests", "http", "service", "switch"},
@@ -118,20 +124,24 @@ OWN: dict[str, set[str]] = {
         *{"errors", "fields", "http", "limits", "openai_replies", "openai_requests", "service"},
         *{"chat", "schema", "tool_calls", "tool_grammar", "tools"},
     },
+    "ops_api": {"http", "service"},
     "api": {
-        *{"admin_api", "docs_page", "errors", "generate_api", "http", "openai_api", "service"},
-        "switch",
+        *{"admin_api", "cors", "docs_page", "errors", "generate_api", "http", "openai_api"},
+        *{"ops_api", "service", "switch"},
     },
     "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "service", "switch"},
 }
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
-    "click": {"config", "edge_options"},
-    "flask": {"admin_api", "api", "docs_page", "edge", "generate_api", "http", "openai_api"},
+    "click": {"config", "edge_options", "key_options"},
+    "flask": {
+        *{"admin_api", "api", "cors", "docs_page", "edge", "generate_api", "guard", "http"},
+        *{"openai_api", "ops_api"},
+    },
     "gevent": {
         *{"__main__", "bridge", "completion", "connection", "departure", "drain", "edge"},
-        *{"framing", "service", "switch"},
+        *{"framing", "guard", "service", "switch"},
     },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar", "masks"},
@@ -143,18 +153,18 @@ DOORS: dict[str, set[str]] = {
     "onnxruntime": {"form", "fused", "model"},
     "optimum": {"model"},
     "orjson": {"connection", "http", "openai_replies", "protocol", "replies"},
-    "prometheus_client": {"api", "metrics", "service"},
+    "prometheus_client": {"metrics", "ops_api", "service"},
     "psutil": {"machine"},
     "pydantic": {
         *{"fields", "generate_requests", "http", "openai_requests", "openapi", "protocol"},
-        *{"record", "responses", "routes"},
+        *{"keys", "record", "responses", "routes"},
     },
     "pydantic_core": {"protocol"},
     "pythonjsonlogger": {"logs"},
     "tokenizers": {"detokenizer", "grammar", "plain", "text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
     "transformers": {"ends", "text"},
-    "werkzeug": {"api", "drain"},
+    "werkzeug": {"api", "drain", "guard"},
 }
 
 

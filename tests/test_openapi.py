@@ -18,7 +18,7 @@ from app.api import create_app
 from app.docs_page import render
 from app.openapi import VERSION, build_document
 from app.protocol import parse
-from app.routes import ROUTES, Route
+from app.routes import ROUTES, Route, is_open
 from app.service import Service
 
 from .live import ROOT
@@ -74,7 +74,26 @@ def test_every_reference_leads_somewhere_and_nothing_is_left_over() -> None:
         for kind, each in DOCUMENT["components"].items()
         for name in each
     }
-    assert named == there
+    schemes = {name for name in there if name.startswith("#/components/securitySchemes/")}
+    assert named == there - schemes
+    secured = {
+        name
+        for item in DOCUMENT["paths"].values()
+        for each in item.values()
+        for scheme in each.get("security", ())
+        for name in scheme
+    }
+    assert secured == {"AdminKey", "ApiKey"}
+
+
+def test_routes_that_need_a_key_say_so_and_how_they_refuse() -> None:
+    for route in ROUTES:
+        operation = DOCUMENT["paths"][route.path][route.method.lower()]
+        needs_one = not is_open(route.path)
+        has_its_own = route.path.startswith("/admin/")
+        needs_any = needs_one or has_its_own
+        assert ("security" in operation) == ("401" in operation["responses"]) == needs_any
+        assert ("429" in operation["responses"]) == (needs_one and route.method == "POST")
 
 
 def references(node: Any) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import orjson
@@ -393,6 +394,9 @@ def test_fields_that_do_not_go_together_are_refused_naming_one(
     assert error.message.startswith(f"{param}: ")
 
 
+WIDE = json.dumps({f"k{i}": 1 for i in range(4097)})
+
+
 @pytest.mark.parametrize("model", WRONG)
 @pytest.mark.parametrize(
     "field", ["max_new_tokens", "Prompt", "functions", "__class__", "model_config", ""]
@@ -403,6 +407,33 @@ def test_unknown_field_is_refused_naming_it_and_the_known_ones(
     error = refused(body_with(model, **{field: "1"}), model)
     assert error.param == field
     assert [name for name in model.model_fields if name not in error.message] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        (None, {f"k{i}": "1" for i in range(4096)}),
+        (
+            "response_format",
+            {"response_format": f'{{"type": "json_schema", "json_schema": {WIDE}}}'},
+        ),
+        ("messages", {"messages": f'[{{"role": "user", "content": "a"}}, {WIDE}]'}),
+        ("logit_bias", {"logit_bias": WIDE}),
+    ],
+)
+def test_object_with_thousands_of_members_is_refused_before_each_has_an_error(
+    monkeypatch: pytest.MonkeyPatch, field: str | None, fields: dict[str, str]
+) -> None:
+    monkeypatch.setattr(ChatRequest, "model_validate", None)
+    error = refused(body_with(ChatRequest, **fields), ChatRequest)
+    assert error.param == field
+    assert error.message.endswith("more than 4096 members")
+
+
+def test_object_of_as_many_members_as_may_be_is_looked_at() -> None:
+    fields = {f"k{i}": 1 for i in range(4096 - 1)}
+    error = refused(json.dumps({"prompt": "a"} | fields).encode(), GenerateRequest)
+    assert error.param == "k0"
 
 
 def test_error_repeats_no_more_than_a_bit_of_what_the_client_wrote() -> None:

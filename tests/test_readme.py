@@ -11,7 +11,9 @@ import pytest
 
 from app.config import OPTIONS
 from app.generate_requests import GenerateRequest
+from app.keys import parse_file
 from app.protocol import parse
+from app.quota import Limits
 from quantize.families import FUSED
 from quantize.forms import PORTABLE
 
@@ -62,6 +64,12 @@ def test_families_that_are_offered_are_those_of_the_table() -> None:
 def test_portable_model_types_are_those_that_are_named() -> None:
     sentence = README.split("are made of the model types", 1)[1].split(":", 1)[0]
     assert set(re.findall(r"`(\w+)`", sentence)) == PORTABLE
+
+
+def test_example_of_a_file_of_keys_is_one() -> None:
+    [example] = re.findall(r"```json\n(.*?)```", README, re.S)
+    ann, bob = parse_file(example.encode())
+    assert (ann.limits, bob.limits) == (Limits(), Limits(60, 20_000, 4))
 
 
 def test_examples_are_valid_requests() -> None:

@@ -1,0 +1,76 @@
+"""Who may ask, and how much: a request's API key, and its place among those that the key may have.
+
+Belongs to the hub. The key is looked at before the body is read; the place is held until the last
+byte of the answer, however that ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gevent
+from flask import g, request
+from werkzeug.wsgi import ClosingIterator
+
+from .access import NOTE
+from .errors import InvalidApiKey
+from .key_ring import KeyRing
+from .keys import Key
+from .quota import Lease, Quotas
+from .routes import is_open
+
+_LEASE = "phi_serve.lease"  # in the environ, to be found when the answer is closed
+_PERIOD_SECONDS = 1.0
+
+
+class Guard:
+    def __init__(self, ring: KeyRing, quotas: Quotas) -> None:
+        self._ring = ring
+        self._quotas = quotas
+
+    def check(self) -> None:
+        """Before each request; sets `g.owner`, and of one that carries work (POST) `g.lease`.
+
+        Raises InvalidApiKey and RateLimited.
+        """
+        if not self._ring.is_needed or is_open(request.path):
+            return
+        key = self._key()
+        g.owner = key.name
+        request.environ.setdefault(NOTE, {})["owner"] = key.name
+        if request.method == "POST":
+            g.lease = self._quotas.admit(key.name, key.limits)
+            request.environ[_LEASE] = g.lease
+
+    def releasing(self, app: Any) -> Any:
+        """A WSGI app: `app`, whose requests give their place back when their answers are closed."""
+
+        def released(environ: dict[str, Any], start_response: Any) -> Any:
+            def release() -> None:
+                lease: Lease | None = environ.pop(_LEASE, None)
+                if lease is not None:
+                    lease.end()
+
+            try:
+                return ClosingIterator(app(environ, start_response), release)
+            except BaseException:
+                release()
+                raise
+
+        return released
+
+    def keep(self, sleep: Callable[[float], object] = gevent.sleep) -> None:
+        """Every second, without end: takes over changed keys, and charges what was generated."""
+        while True:
+            sleep(_PERIOD_SECONDS)
+            self._ring.refresh()
+            self._quotas.settle()
+
+    def _key(self) -> Key:
+        scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not secret.strip():
+            raise InvalidApiKey("an API key is needed, in the header Authorization: Bearer KEY")
+        if (key := self._ring.find(secret.strip())) is None:
+            raise InvalidApiKey("the API key is not one that this server knows")
+        return key
