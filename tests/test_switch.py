@@ -33,7 +33,7 @@ from .edits import copy_of
 from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
 from .folders import make_probe
 from .live import LiveServer, wait_for
-from .services import CODEC, SETTINGS, hold_until, running, until
+from .services import CODEC, SETTINGS, running, until
 from .wire import Client, listening
 
 KEY = "open-sesame"
@@ -63,7 +63,7 @@ class Folders(Service):
         if name == "huge":
             raise MemoryError("no room for the weights")
         if name == "slow":
-            hold_until(self.go_on.is_set)
+            assert self.go_on.wait(20)
         engine, stub = stub_engine(2, CONTEXTS.get(name, 64), observer=served.observer)
         stub.change = says(name)
         self.stubs[name] = stub
@@ -83,7 +83,7 @@ def says(name: str) -> Callable[[StepPlan, Any], None]:
 
 def held(name: str, go_on: threading.Event) -> Callable[[StepPlan, Any], None]:
     def change(plan: StepPlan, logits: Any) -> None:
-        hold_until(go_on.is_set)
+        assert go_on.wait(20)
         says(name)(plan, logits)
 
     return change
