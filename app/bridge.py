@@ -1,8 +1,8 @@
 """The seam between the two threads: the hub owns HTTP, one native thread owns the engine.
 
-Hub to engine: a `queue.SimpleQueue` of sequences; an abort is a flag on the sequence. Engine to
-hub: one append to a deque and one `async_` wake-up per step, then the hub hands out what came. No
-gevent object but that watcher is touched from the engine thread.
+Hub to engine: a `queue.SimpleQueue` of sequences, and of those that are to end, marked by a flag.
+Engine to hub: one append to a deque and one `async_` wake-up per step, then the hub hands out what
+came. No gevent object but that watcher is touched from the engine thread.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
@@ -24,6 +25,7 @@ import gevent
 import gevent.event
 from gevent.threadpool import ThreadPool
 
+from .backlog import Backlog, Place
 from .errors import DeadlineExceeded, Draining, NotReady
 from .pulse import Pulse
 from .sequence import Advance, FinishReason, Sequence
@@ -64,13 +66,17 @@ class State(enum.Enum):
 class TokenStream:
     """A sequence's advances, on the hub's side, in order and without loss.
 
-    `arrival` is set when there are some; the sequences of one request share it.
+    `arrival` is set when there are some; the sequences of one request share it. Without a `bridge`
+    no engine hears of its end.
     """
 
-    def __init__(self, sequence: Sequence, arrival: gevent.event.Event) -> None:
+    def __init__(
+        self, sequence: Sequence, arrival: gevent.event.Event, bridge: Bridge | None = None
+    ) -> None:
         self.sequence = sequence
         self._arrived: list[Advance] = []
         self._arrival = arrival
+        self._bridge = bridge
 
     def take(self) -> list[Advance]:
         """What has come since the last time."""
@@ -83,8 +89,23 @@ class TokenStream:
 
     def end(self, reason: FinishReason) -> None:
         """No more tokens are wanted: the engine ends the sequence before its next step."""
-        if not self.sequence.is_finished:
-            self.sequence.ended_by = reason
+        if self.sequence.is_finished:
+            return
+        is_new = self.sequence.ended_by is None
+        self.sequence.ended_by = reason
+        if is_new and self._bridge is not None:
+            self._bridge.end(self.sequence)
+
+    def place(self) -> Place | None:
+        """In the queue; None if it does not wait."""
+        return self._bridge.place(self.sequence) if self._bridge is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """In the inbox: a sequence that lies in front of it, and has a reason to end now."""
+
+    sequence: Sequence
 
 
 class Bridge:
@@ -94,10 +115,16 @@ class Bridge:
     ONNX Runtime builds its session: it holds the GIL, longer for a larger model.
     """
 
-    def __init__(self, load: Callable[[], Engine], max_step_seconds: float = 60.0) -> None:
+    def __init__(
+        self,
+        load: Callable[[], Engine],
+        max_step_seconds: float = 60.0,
+        backlog: Backlog | None = None,
+    ) -> None:
         self.pulse = Pulse(max_step_seconds)
+        self.backlog = backlog or Backlog()
         self._load = load
-        self._inbox: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Sequence | _Ended | None] = queue.SimpleQueue()
         self._outbox: deque[list[Advance] | State] = deque()
         self._streams: dict[Sequence, TokenStream] = {}
         self._wake = gevent.get_hub().loop.async_()
@@ -144,15 +171,30 @@ class Bridge:
         self._thread.start()
 
     def submit(self, sequences: list[Sequence]) -> tuple[list[TokenStream], gevent.event.Event]:
-        """Their streams, and the event that tells of news in any. Raises NotReady unless the
-        engine runs and gets on."""
-        self.check_served()
+        """Their streams, and the event that tells of news in any, of one request. Raises NotReady
+        unless the engine runs and gets on, Overloaded if the queue has no room for all."""
+        num_prompt_tokens = sum(len(sequence.prompt_ids) for sequence in sequences)
+        self.check_room(sequences[0].owner, len(sequences), num_prompt_tokens)
+        self.backlog.add(sequences)
         arrival = gevent.event.Event()
-        streams = [TokenStream(sequence, arrival) for sequence in sequences]
+        streams = [TokenStream(sequence, arrival, self) for sequence in sequences]
         for stream in streams:
             self._streams[stream.sequence] = stream
             self._inbox.put(stream.sequence)
         return streams, arrival
+
+    def check_room(self, owner: str, num_sequences: int, num_prompt_tokens: int) -> None:
+        """Raises what `submit` would, for so many sequences."""
+        self.check_served()
+        self.backlog.check(owner, num_sequences, num_prompt_tokens)
+
+    def end(self, sequence: Sequence) -> None:
+        """Its `ended_by` is set: the engine is told, which does not look at all that wait."""
+        self._inbox.put(_Ended(sequence))
+
+    def place(self, sequence: Sequence) -> Place | None:
+        """In the queue; None if it does not wait."""
+        return self.backlog.place(sequence, self._streams)
 
     def off_hub(
         self, work: Callable[[], T], kind: Work = "text", deadline_at: float | None = None
@@ -244,6 +286,7 @@ class Bridge:
     def _run(self) -> None:
         try:
             engine = self._load()
+            engine.backlog = self.backlog
             self.pulse.enter("warming up")
             engine.self_test()
             self._engine = engine
@@ -266,17 +309,20 @@ class Bridge:
             self._post(State.FAILED)
 
     def _take_in(self, engine: Engine) -> bool:
-        """Moves new sequences into the engine, waiting for one if it is idle; False to stop."""
+        """Hands the engine what has come, waiting for it if it is idle; False to stop."""
         while True:
             try:
-                sequence = self._wait(engine) if engine.is_idle else self._inbox.get_nowait()
+                item = self._wait(engine) if engine.is_idle else self._inbox.get_nowait()
             except queue.Empty:
                 return True
-            if sequence is None:
+            if item is None:
                 return False
-            engine.submit(sequence)
+            if isinstance(item, _Ended):
+                engine.end(item.sequence)
+            else:
+                engine.submit(item)
 
-    def _wait(self, engine: Engine) -> Sequence | None:
+    def _wait(self, engine: Engine) -> Sequence | _Ended | None:
         """What comes next; Empty after a self-test, for without requests nothing else would show
         that the model works, or works again. It is a step of one token: nobody waits longer."""
         self.pulse.rest()

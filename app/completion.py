@@ -20,6 +20,7 @@ from .stops import StopMatcher
 if TYPE_CHECKING:
     from gevent.event import Event
 
+    from .backlog import Place
     from .bridge import TokenStream
 
 
@@ -72,6 +73,10 @@ class Completion:
             text += self._add(advance)
         has_news = text or self._tokens or self.finish_reason is not None
         return self._delta(text) if has_news else None
+
+    def place(self) -> Place | None:
+        """In the queue; None if it does not wait."""
+        return self._stream.place()
 
     def expire(self) -> Delta:
         """Ends a choice whose time is over; its last delta."""
@@ -155,6 +160,10 @@ class Answer:
     def wait(self, seconds: float) -> bool:
         """Until there is something to tell, a failure too; False if there is not yet."""
         return bool(self._arrival.wait(seconds))
+
+    def place(self) -> Place | None:
+        """In the queue, of its first choice; None once that is taken up."""
+        return self.completions[0].place()
 
     def __iter__(self) -> Iterator[tuple[int, Delta]]:
         running = dict(enumerate(self.completions))

@@ -18,6 +18,7 @@ from .errors import UnservableModel, WrongSetting
 from .folder import find_graph, read_context_length
 from .key_options import KEY_OPTIONS
 from .keys import BadKeys, Key, check_apart, parse_file, read_file
+from .queue_options import QUEUE_OPTIONS
 from .record import read_record
 
 
@@ -58,6 +59,8 @@ class Settings:
     ops_port: int
     ops_host: str
     log_format: str
+    max_queued_requests: int
+    max_queued_tokens: int
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
     cors_origins: tuple[str, ...]
@@ -281,6 +284,7 @@ OPTIONS: list[click.Parameter] = [
         callback=_admin_key,
     ),
     *EDGE_OPTIONS,
+    *QUEUE_OPTIONS,
     *KEY_OPTIONS,
 ]
 

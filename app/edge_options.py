@@ -24,49 +24,49 @@ def _option(name: str, help_: str, type_: click.ParamType[Any], default: int | s
     )
 
 
-def _number(name: str, help_: str, default: int, low: int, high: int | None = None) -> click.Option:
+def number(name: str, help_: str, default: int, low: int, high: int | None = None) -> click.Option:
     return _option(name, help_, click.IntRange(low, high), default)
 
 
 EDGE_OPTIONS: list[click.Parameter] = [
-    _number(
+    number(
         "max_connections",
         "Most open connections; over it, requests for other than health and metrics get a 503.",
         *(8192, 1, 1_000_000),
     ),
-    _number(
+    number(
         "reserved_connections",
         "Connections beyond that which are accepted to answer health and metrics.",
         *(32, 1, 10_000),
     ),
-    _number("max_request_line", "Most bytes of a request line.", 8192, 16, 1 << 20),
-    _number("max_header_bytes", "Most bytes of a request's header lines.", 32768, 16, 1 << 24),
-    _number("max_headers", "Most header lines of a request.", 100, 1, 10_000),
-    _number("max_json_depth", "Most objects and arrays within each other in a body.", 100, 1, 1000),
-    _number(
+    number("max_request_line", "Most bytes of a request line.", 8192, 16, 1 << 20),
+    number("max_header_bytes", "Most bytes of a request's header lines.", 32768, 16, 1 << 24),
+    number("max_headers", "Most header lines of a request.", 100, 1, 10_000),
+    number("max_json_depth", "Most objects and arrays within each other in a body.", 100, 1, 1000),
+    number(
         "keepalive_timeout_ms",
         "Milliseconds that a connection may lie idle between requests.",
         *(75_000, 1, _DAY_MS),
     ),
-    _number(
+    number(
         "header_timeout_ms",
         "Milliseconds from a request's first byte to the end of its headers; also until the first "
         "byte of a new connection.",
         *(10_000, 1, _DAY_MS),
     ),
-    _number("read_timeout_ms", "Milliseconds between the bytes of a body.", 10_000, 1, _DAY_MS),
-    _number("body_timeout_ms", "Milliseconds for a whole body.", 60_000, 1, _DAY_MS),
-    _number(
+    number("read_timeout_ms", "Milliseconds between the bytes of a body.", 10_000, 1, _DAY_MS),
+    number("body_timeout_ms", "Milliseconds for a whole body.", 60_000, 1, _DAY_MS),
+    number(
         "write_timeout_ms",
         "Milliseconds in which a client must take what is sent to it, 64 KiB at a time.",
         *(30_000, 1, _DAY_MS),
     ),
-    _number(
+    number(
         "tcp_user_timeout_ms",
         "Milliseconds after which a peer that acknowledges nothing counts as vanished.",
         *(30_000, 1000, _DAY_MS),
     ),
-    _number(
+    number(
         "ops_port",
         "Port of their own for health and metrics, which `PORT` then does not serve; 0 is none.",
         *(0, 0, 65535),

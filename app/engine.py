@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .backlog import Backlog
 from .kv_cache import KVCache
 from .masks import MaskWorker
 from .sampler import Sampled, sample
@@ -76,6 +77,7 @@ class Engine:
         self._observer = observer
         self._clock = clock
         self._masks = MaskWorker(num_threads)
+        self.backlog = Backlog()  # hears of each step; the bridge puts its own here
         self._num_failed_steps = 0  # in a row
         self.num_steps = 0  # that ran something, well or not
         observer.limited(scheduler.batch_limit)
@@ -92,6 +94,11 @@ class Engine:
     def submit(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
 
+    def end(self, sequence: Sequence) -> None:
+        """Its `ended_by` is set. One that waits is told in the next step, without a look at the
+        others."""
+        self._scheduler.end(sequence)
+
     def step(self) -> list[Advance]:
         """Runs one step; what it brought each sequence.
 
@@ -99,6 +106,7 @@ class Engine:
         """
         started_at = self._clock()
         plan = self._scheduler.plan()
+        self.backlog.planned(plan)
         self.num_steps += not plan.is_empty
         try:
             advances = self._scheduler.commit(plan, self._run(plan))
@@ -150,8 +158,10 @@ class Engine:
                 sequence.last_token_at = now
             if advance.finish_reason is not None:
                 self._observer.finished(sequence)
+                self.backlog.finished(sequence)
         if not plan.is_empty:
             self._observer.stepped(plan)
+            self.backlog.stepped(plan, now - started_at)
         self._observer.counted(self._scheduler.num_waiting, self._scheduler.num_running)
         self._observer.limited(self._scheduler.batch_limit)
 
@@ -160,7 +170,8 @@ class Engine:
 
         A failure counts as more than a request's would: no client's input can be at fault.
         """
-        probe = Sequence("self-test", [0], SamplingParams(max_tokens=1, ignore_eos=True))
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        probe = Sequence("self-test", [0], params, owner="(self-test)")
         observer, self._observer = self._observer, Unobserved()  # it is nobody's request
         self.submit(probe)
         while not probe.is_finished:

@@ -18,6 +18,7 @@
     |-- UriTooLong            414
     |-- UnsupportedMediaType  415
     |-- ExpectationFailed     417
+    |-- Overloaded            429  too much waits already
     |-- RateLimited           429  a key's requests, tokens or open requests are spent
     |-- HeadersTooLarge       431
     |-- ClientLeft            499  for the log: nobody is there to be told
@@ -175,6 +176,30 @@ class ExpectationFailed(ServeError):
     status = 417
     type = "invalid_request_error"
     code = "expectation_failed"
+
+
+class Overloaded(ServeError):
+    """`position` is the place in the queue that there was no room for, `length` how many wait,
+    `seconds` how long what is in front will take."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+    def __init__(self, message: str, position: int, length: int, seconds: float) -> None:
+        super().__init__(message)
+        self.position = position
+        self.length = length
+        self.retry_after = seconds
+
+    def body(self) -> dict[str, Any]:
+        body = super().body()
+        body["error"] |= {
+            "queue_position": self.position,
+            "queue_length": self.length,
+            "estimated_wait_seconds": round(self.retry_after or 0.0, 1),
+        }
+        return body
 
 
 class RateLimited(ServeError):

@@ -19,6 +19,7 @@ _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_PRIORITY = 1000
 MAX_TOKEN_IDS = 16_384  # of a list of ids that can or cannot come
 _MAX_BIASES = 1024
 
@@ -169,6 +170,13 @@ class SamplingFields(Strict):
         ge=1,
         description="an integer of at least 1 and at most the server's MAX_TIMEOUT_MS: "
         "milliseconds from the request's arrival to the end of its answer",
+    )
+    priority: int | None = Field(
+        None,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description=f"an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}, 0 by default: of the "
+        "requests that wait for the same API key, lower ones run first",
     )
     response_format: ResponseFormat | None = Field(
         None,

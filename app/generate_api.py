@@ -11,7 +11,16 @@ from .generate_requests import (
     GenerateRequest,
     TokenizeRequest,
 )
-from .http import ask, json_response, read_deadline, read_request, send_stream, send_whole, take
+from .http import (
+    ask,
+    json_response,
+    owner,
+    read_deadline,
+    read_request,
+    send_stream,
+    send_whole,
+    take,
+)
 from .limits import check_ids
 from .service import Ask, Served, Service
 
@@ -61,6 +70,7 @@ def generate_routes(service: Service) -> Blueprint:
 
 def _ask(served: Served, asked: GenerateRequest) -> Ask:
     deadline_at = read_deadline(asked.timeout_ms, served.settings)
+    served.check_room(owner(), asked.num_choices)
     prompts = served.encode(
         [asked.prompt], parse_special=bool(asked.parse_special), deadline_at=deadline_at
     )

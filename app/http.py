@@ -18,7 +18,7 @@ from .departure import ENVIRON_KEY, Departure
 from .errors import InvalidRequest, PayloadTooLarge, UnreadableBody, UnsupportedMediaType
 from .limits import deadline
 from .protocol import parse
-from .replies import KEEP_ALIVE, guarded, summary, usage
+from .replies import guarded, keep_alive, summary, usage
 from .service import Ask, Served, Service
 
 if TYPE_CHECKING:
@@ -84,11 +84,16 @@ def read_deadline(timeout_ms: int | None, settings: Settings) -> float | None:
     return deadline(timeout_ms, header, settings.max_timeout_ms, g.arrived_at)
 
 
+def owner() -> str:
+    """Whose request this is: the name of its API key."""
+    return str(g.get("owner", ""))
+
+
 def ask(prompts: list[list[int]], deadline_at: float | None, **fields: Any) -> Ask:
     """The rest of what this request asks for; `fields` are those of `Ask`."""
     return Ask(
         *(g.request_id, g.arrived_at, g.departure, prompts),
-        owner=g.get("owner", ""),
+        owner=owner(),
         deadline_at=deadline_at,
         **fields,
     )
@@ -143,9 +148,9 @@ def _kept_alive(
     answer: Answer, frame: Callable[[Iterable[Indexed]], Iterator[bytes]]
 ) -> Iterator[bytes]:
     """Comments until there is something to tell: proxies and clients end a silent stream."""
-    yield KEEP_ALIVE
+    yield keep_alive(answer)
     while not answer.wait(KEEP_ALIVE_SECONDS):
-        yield KEEP_ALIVE
+        yield keep_alive(answer)
     yield from frame(answer)
 
 

@@ -5,6 +5,8 @@ Names and bucket edges follow vLLM's (DESIGN 7), with our prefix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -13,6 +15,7 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
+from .backlog import Backlog
 from .sequence import Sequence, StepPlan
 
 _TTFT_BUCKETS = (
@@ -69,6 +72,10 @@ class Metrics:
         running.set_function(lambda: sum(engine.num_running for engine in self._engines))
         waiting = gauge("num_requests_waiting", "Requests in the queue.")
         waiting.set_function(lambda: sum(engine.num_waiting for engine in self._engines))
+        self._queued_tokens = gauge("queued_prompt_tokens", "Prompt tokens of the queue.")
+        self._wait = gauge(
+            "estimated_wait_seconds", "Expected in the queue, for a request that comes now."
+        )
         self._prompt = counter("prompt_tokens_total", "Prompt tokens read.")
         self._generated = counter("generation_tokens_total", "Tokens generated.")
         self._success = counter(
@@ -84,6 +91,11 @@ class Metrics:
             "Requests answered with an error, by its code.",
             ("reason",),
         )
+
+    def watch(self, backlog: Callable[[], Backlog]) -> None:
+        """What it returns is asked when the metrics are read, on the hub."""
+        self._queued_tokens.set_function(lambda: backlog().num_prompt_tokens)
+        self._wait.set_function(lambda: backlog().next_place("").seconds)
 
     def stepped(self, plan: StepPlan) -> None:
         self._batch.observe(plan.num_rows)

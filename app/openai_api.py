@@ -8,7 +8,16 @@ from flask import Blueprint, Response
 
 from .errors import InvalidRequest, ModelNotFound
 from .fields import MAX_CHOICES, Structure
-from .http import ask, json_response, read_deadline, read_request, send_stream, send_whole, take
+from .http import (
+    ask,
+    json_response,
+    owner,
+    read_deadline,
+    read_request,
+    send_stream,
+    send_whole,
+    take,
+)
 from .limits import check_ids, check_messages
 from .openai_replies import ChatReply, CompletionReply, Reply
 from .openai_requests import (
@@ -103,6 +112,7 @@ def _ask_completion(served: Served, asked: CompletionRequest) -> Ask:
             param="prompt",
         )
     deadline_at = read_deadline(asked.timeout_ms, served.settings)
+    served.check_room(owner(), len(asked.prompts) * asked.num_choices)
     prompts = _prompt_ids(served, asked.prompts, deadline_at)
     for prompt in prompts:
         check_ids(prompt, served.model.vocab_size, "prompt")
@@ -126,6 +136,7 @@ def _prompt_ids(
 
 def _ask_chat(served: Served, asked: ChatRequest, use: ToolUse | None) -> Ask:
     deadline_at = read_deadline(asked.timeout_ms, served.settings)
+    served.check_room(owner(), asked.num_choices)
     rendered = _render(served, asked, use, deadline_at)
     structure = asked.structure()
     if use is not None and structure is not None:

@@ -28,7 +28,8 @@ ERRORS = {
     409: "Another model is being loaded already.",
     413: "The body is larger than MAX_BODY_BYTES.",
     415: "The Content-Type is not application/json.",
-    429: "The API key's requests or tokens of a minute, or its open requests, are used up.",
+    429: "Too much waits already (overloaded), or the API key's requests or tokens of a minute, or "
+    "its open requests, are used up; `Retry-After` says for how many seconds.",
     500: "The model, or the server, failed on this request.",
     503: "The model is loading, hangs or has failed (not_ready), or the server ends (draining).",
     504: "The request's time was over before its first token.",

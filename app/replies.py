@@ -4,6 +4,7 @@ how a stream of events ends."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients pass over
+
+
+def keep_alive(answer: Answer) -> bytes:
+    """What a stream says that has nothing to tell yet: while the request waits, its place in the
+    queue."""
+    place = answer.place()
+    if place is None:
+        return KEEP_ALIVE
+    seconds = max(1, math.ceil(place.seconds))
+    return f": queued, position {place.position} of {place.length}, about {seconds} s\n\n".encode()
 
 
 def usage(answer: Answer) -> dict[str, int]:

@@ -28,6 +28,13 @@ class Error(Body):
     type: str
     code: str = Field(description="for programs")
     param: str | None = Field(description="the field, header or parameter that is wrong")
+    queue_position: Absent[Count] = Field(
+        None, description="of a 429: the place in the queue that there was no room for, from 1"
+    )
+    queue_length: Absent[Count] = Field(None, description="of a 429: how many choices wait")
+    estimated_wait_seconds: Absent[Seconds] = Field(
+        None, description="of a 429: until what is in front would have been taken up"
+    )
 
 
 class ErrorReply(Body):

@@ -1,15 +1,14 @@
 """Who runs in the next step. Pure: no I/O, clock, thread or array.
 
 The policy, whole: every running sequence decodes in every step, for an open stream must not wait;
-beside them at most one prompt is read, a chunk per step, first come first served. A prompt is taken
-up when a row of the cache is free. Rows are contiguous from 0, decoding sequences first and the
-one that is reading its prompt behind them: when a row leaves, the last decoding row takes its place
-and the prefill closes up.
+beside them at most one prompt is read, a chunk per step. The next one of the queue is taken up when
+a row of the cache is free. Rows are contiguous from 0, decoding sequences first and the one that is
+reading its prompt behind them: when a row leaves, the last decoding row takes its place and the
+prefill closes up.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import replace
 
 from .batch_limit import BatchLimit
@@ -26,6 +25,7 @@ from .sequence import (
     StepPlan,
     TokenLogprobs,
 )
+from .waiting import WaitingQueue
 
 _NOT_FINITE = (
     "the model's logits are not finite for this request (an overflow in fp16, or broken weights)"
@@ -43,11 +43,12 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._prefill_chunk = prefill_chunk
         self._eos_ids = eos_ids
-        self._waiting: deque[Sequence] = deque()
+        self._waiting = WaitingQueue()
         self._decoding: list[Sequence] = []  # index = row
         self._prefilling: Sequence | None = None
         self._prefill_row = 0
         self._ended: list[Advance] = []
+        self._dequeued: list[Sequence] = []
 
     @property
     def num_waiting(self) -> int:
@@ -64,24 +65,28 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._waiting or self.num_running)
+        return not (self._waiting or self.num_running or self._ended)
 
     def add(self, sequence: Sequence) -> None:
         params = sequence.params
         sequence.end_ids = params.stop_token_ids | (
             frozenset() if params.ignore_eos else self._eos_ids
         )
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        """The hub has set its `ended_by`: if it waits, it waits no more."""
+        if self._waiting.remove(sequence):
+            self._end(sequence)
 
     def plan(self) -> StepPlan:
         """Drops what has ended, admits what fits, and says who runs."""
         self._end_marked()
         moves = self._close_gaps()
         if self._prefilling is None and self._waiting and self._has_free_row():
-            self._prefilling = self._waiting.popleft()
-            self._prefilling.status = Status.RUNNING
-            self._prefill_row = len(self._decoding)
-        return StepPlan(moves, self._next_chunk(), list(self._decoding), self.batch_limit)
+            self._admit()
+        dequeued, self._dequeued = self._dequeued, []
+        return StepPlan(moves, self._next_chunk(), list(self._decoding), self.batch_limit, dequeued)
 
     def shrink(self, plan: StepPlan) -> StepPlan:
         """Memory ran out in `plan`: halves the batch limit; the same step, in runs of so many rows.
@@ -118,6 +123,7 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Advance:
         sequence.output_ids.append(token_id)
+        self._waiting.charge(sequence.owner, 1)
         params = sequence.params
         is_looping = params.repetition_guard and _repeats(sequence)  # each token has to be counted
         if token_id in sequence.end_ids or _completes(sequence.constraint, token_id):
@@ -142,15 +148,33 @@ class Scheduler:
         token_ids = sequence.prompt_ids[start : start + self._prefill_chunk]
         return PrefillChunk(sequence, self._prefill_row, start, token_ids)
 
+    def _admit(self) -> None:
+        """Takes up the next sequence, if there is one that is still wanted."""
+        while self._waiting:
+            sequence = self._waiting.take()
+            if sequence.ended_by is not None:  # `end` was not told yet
+                self._end(sequence)
+                continue
+            self._waiting.charge(sequence.owner, len(sequence.prompt_ids))
+            self._dequeued.append(sequence)
+            self._prefilling = sequence
+            self._prefill_row = len(self._decoding)
+            sequence.status = Status.RUNNING
+            return
+
     def _end_marked(self) -> None:
-        """Ends the sequences that the hub wants no more of, wherever they are."""
-        running = [*self._decoding, *([self._prefilling] if self._prefilling else [])]
-        for sequence in [*self._waiting, *running]:
+        """Ends the running sequences that the hub wants no more of."""
+        for sequence in [*self._decoding, *([self._prefilling] if self._prefilling else [])]:
             if sequence.ended_by is not None and not sequence.is_finished:
-                sequence.finish(sequence.ended_by)
-                self._ended.append(Advance(sequence, None, sequence.ended_by))
-        if any(sequence.is_finished for sequence in self._waiting):
-            self._waiting = deque(s for s in self._waiting if not s.is_finished)
+                self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        """One that the hub has marked."""
+        assert sequence.ended_by is not None
+        if sequence.status is Status.WAITING:
+            self._dequeued.append(sequence)
+        sequence.finish(sequence.ended_by)
+        self._ended.append(Advance(sequence, None, sequence.ended_by))
 
     def _take_ended(self) -> list[Advance]:
         ended, self._ended = self._ended, []

@@ -97,6 +97,7 @@ class Sequence:
     constraint: Constraint | None = None
     arrived_at: float = 0.0
     owner: str = ""  # the name of an API key; requests of the same one share their turn
+    priority: int = 0  # among the owner's: lower is earlier
     end_ids: frozenset[int] = frozenset()
     output_ids: list[int] = field(default_factory=list)
     num_cached: int = 0
@@ -157,12 +158,14 @@ class StepPlan:
     `rows_per_run` rows: one, unless memory has run out.
 
     The sequence `decode[r]` lies in row r of the cache; a prefill lies right behind them.
+    `dequeued` have left the queue since the plan before: taken up, or ended while they waited.
     """
 
     moves: list[Move]
     prefill: PrefillChunk | None
     decode: list[Sequence]
     rows_per_run: int = 1 << 30
+    dequeued: list[Sequence] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:

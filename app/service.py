@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gevent.event import Event
 from prometheus_client import CollectorRegistry
 
+from .backlog import Backlog
 from .bridge import Bridge, State
 from .completion import Answer, Completion
 from .config import Settings, check_folder
@@ -87,7 +88,10 @@ class Served:
         """`load` runs on the engine's thread and fills `loaded`."""
         self.settings = settings
         self.observer = observer
-        self.bridge = Bridge(partial(self._load, load), settings.max_step_seconds)
+        backlog = Backlog(
+            settings.max_queued_requests, settings.max_queued_tokens, settings.prefill_chunk
+        )
+        self.bridge = Bridge(partial(self._load, load), settings.max_step_seconds, backlog)
         self.loaded: LoadedModel | None = None
         self.origin: Origin | None = None  # what it was loaded from
         self.num_requests = 0  # that have taken it, and may still submit
@@ -111,6 +115,10 @@ class Served:
             self.bridge.check_served()
             raise NotReady("the model is not loaded")
         return self.loaded
+
+    def check_room(self, owner: str, num_choices: int) -> None:
+        """Raises Overloaded, before anything is tokenized, if so many choices are too many."""
+        self.bridge.check_room(owner, num_choices, num_choices)  # of a token each, at least
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -145,7 +153,8 @@ class Served:
         """Queues a sequence for each choice of each prompt, choices of a prompt side by side.
 
         Raises InvalidRequest if one does not fit, DeadlineExceeded if its grammar takes too long,
-        ClientLeft if nobody waits for it any more. A client that leaves later ends its answer.
+        ClientLeft if nobody waits for it any more, Overloaded if too much waits already. A client
+        that leaves later ends its answer.
         """
         ask.departure.check()  # its prompt may have been tokenized on another thread
         codec = self.model.codec
@@ -229,6 +238,7 @@ class Served:
                 constraint=constrain() if constrain else None,
                 arrived_at=ask.arrived_at,
                 owner=ask.owner,
+                priority=fields.priority or 0,
             )
             for choice in range(fields.num_choices)
         ]
@@ -247,6 +257,7 @@ class Service:
         self.metrics = Metrics(self.registry)
         self.ended = Event()  # the current engine has
         self.current = self.prepare(settings)
+        self.metrics.watch(lambda: self.bridge.backlog)
         self.loading: Served | None = None
         self.retiring: list[Served] = []
         self.drain = Drain(self, settings.pre_drain_seconds, settings.drain_seconds)

@@ -16,13 +16,16 @@ from flask.testing import FlaskClient
 from app.config import Settings
 from app.edge_options import EDGE_OPTIONS
 from app.engine import Engine
+from app.queue_options import QUEUE_OPTIONS
 from app.service import Served, Service
 from app.text import TextCodec
 
 from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
-EDGE: dict[str, Any] = {str(option.name): option.default for option in EDGE_OPTIONS}
+EDGE: dict[str, Any] = {
+    str(option.name): option.default for option in [*EDGE_OPTIONS, *QUEUE_OPTIONS]
+}
 SETTINGS = Settings(
     *(Path(), "127.0.0.1", 0, "cpu", False, False, 1, 4, 64, 8, 100_000, 0, 60, 0, 30, (), "info"),
     admin_api_key="",

@@ -51,6 +51,8 @@ DEFAULTS: dict[str, Any] = {
     "write_timeout_ms": 30_000,
     "tcp_user_timeout_ms": 30_000,
     "log_format": "json",
+    "max_queued_requests": 1024,
+    "max_queued_tokens": 524_288,
     "ops_port": 0,
     "ops_host": "",
     "api_keys": (),
@@ -71,6 +73,8 @@ BOUNDS = {
     "body_timeout_ms": (1, 86_400_000),
     "write_timeout_ms": (1, 86_400_000),
     "tcp_user_timeout_ms": (1_000, 86_400_000),
+    "max_queued_requests": (1, 1_000_000),
+    "max_queued_tokens": (1, 1 << 30),
 }
 # variable -> two right values, as written and as read; neither is the default
 RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {

@@ -93,6 +93,7 @@ def test_abort_ends_a_sequence_in_one_step_wherever_it_is(steps_before: int) -> 
     for _ in range(steps_before):
         engine.step()
     gone.ended_by = FinishReason.ABORT
+    engine.end(gone)
     engine.step()
     assert gone.finish_reason is FinishReason.ABORT
     assert gone not in model.plans[-1].sampled
@@ -199,7 +200,9 @@ def test_any_arrivals_and_aborts_leave_the_answers_of_the_others_alone(
                 if abort_after is not None:
                     aborts[step + abort_after] = sequences[-1]
         if step in aborts:
-            aborts.pop(step).ended_by = FinishReason.ABORT
+            gone = aborts.pop(step)
+            gone.ended_by = FinishReason.ABORT
+            engine.end(gone)
         engine.step()
         step += 1
         assert step < 2000, "a sequence never finishes"

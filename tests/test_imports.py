@@ -19,6 +19,7 @@ OWN: dict[str, set[str]] = {
     "errors": set(),
     "departure": {"errors"},
     "edge_options": set(),
+    "queue_options": {"edge_options"},
     "access": set(),
     "logs": set(),
     "machine": set(),
@@ -26,6 +27,7 @@ OWN: dict[str, set[str]] = {
     "pulse": set(),
     "batch_limit": set(),
     "origin": set(),
+    "pace": set(),
     "stops": set(),
     "precision": set(),
     # the model folder, as far as it can be read without its weights
@@ -40,14 +42,19 @@ OWN: dict[str, set[str]] = {
     "keys": {"quota"},
     "key_ring": {"keys"},
     "key_options": {"keys"},
-    "config": {"edge_options", "errors", "folder", "key_options", "keys", "record"},
+    "config": {
+        *{"edge_options", "errors", "folder", "key_options", "keys", "queue_options", "record"},
+    },
     "kv_cache": {"sequence"},
     "masks": {"sequence"},
     "candidates": {"sequence"},
     "edits": {"sequence"},
     "logprobs": {"candidates", "sequence"},
     "sampler": {"candidates", "edits", "logprobs", "sequence"},
-    "scheduler": {"batch_limit", "repetition", "sampler", "sequence"},
+    "waiting": {"sequence"},
+    "work": {"sequence"},
+    "backlog": {"errors", "pace", "sequence", "work"},
+    "scheduler": {"batch_limit", "repetition", "sampler", "sequence", "waiting"},
     "form": {"graph", "kv_cache"},
     "fused": {"form", "graph", "kv_cache"},
     "portable": {"errors", "form", "kv_cache"},
@@ -74,13 +81,13 @@ OWN: dict[str, set[str]] = {
     "grammar": {
         *{"detokenizer", "errors", "lark", "masks", "schema", "tool_grammar", "tool_schemas"},
     },
-    "metrics": {"sequence"},
+    "metrics": {"backlog", "sequence"},
     # the engine, its thread, and an answer as it comes out of it
-    "engine": {"kv_cache", "masks", "sampler", "scheduler", "sequence"},
-    "bridge": {"engine", "errors", "pulse", "sequence"},
+    "engine": {"backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
+    "bridge": {"backlog", "engine", "errors", "pulse", "sequence"},
     "drain": {"bridge", "errors"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
-    "completion": {"bridge", "detokenizer", "errors", "sequence", "stops"},
+    "completion": {"backlog", "bridge", "detokenizer", "errors", "sequence", "stops"},
     # HTTP
     "framing": {"config", "errors"},
     "body": {"config", "errors", "framing"},
@@ -107,9 +114,9 @@ OWN: dict[str, set[str]] = {
         *{"probe", "record", "scheduler", "text"},
     },
     "service": {
-        *{"bridge", "completion", "config", "engine", "errors", "graph", "loading", "metrics"},
-        *{"chat", "departure", "drain", "fields", "grammar", "limits", "origin", "sequence"},
-        *{"guard", "key_ring", "quota", "tools"},
+        *{"backlog", "bridge", "completion", "config", "engine", "errors", "graph", "loading"},
+        *{"chat", "departure", "drain", "fields", "grammar", "limits", "metrics", "origin"},
+        *{"guard", "key_ring", "quota", "sequence", "tools"},
     },
     "switch": {"bridge", "errors", "origin", "service"},
     "admin_api": {"errors", "generate_requests", "http", "service", "switch"},
@@ -134,7 +141,7 @@ OWN: dict[str, set[str]] = {
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
-    "click": {"config", "edge_options", "key_options"},
+    "click": {"config", "edge_options", "key_options", "queue_options"},
     "flask": {
         *{"admin_api", "api", "cors", "docs_page", "edge", "generate_api", "guard", "http"},
         *{"openai_api", "ops_api"},

@@ -55,6 +55,11 @@ class Folders(Service):
         self.stubs: dict[str, StubModel] = {}
         self.go_on = threading.Event()
 
+    @property
+    def num_running(self) -> float | None:
+        """Of all engines."""
+        return self.registry.get_sample_value("phi_serve_num_requests_running")
+
     def _load(self, served: Served) -> Engine:
         name = served.settings.model_path.name
         served.bridge.pulse.enter(f"reading {name}")
@@ -81,9 +86,12 @@ def says(name: str) -> Callable[[StepPlan, Any], None]:
     return change
 
 
-def held(name: str, go_on: threading.Event) -> Callable[[StepPlan, Any], None]:
+def held(name: str, go_on: threading.Event, num_rows: int = 1) -> Callable[[StepPlan, Any], None]:
+    """It waits in each step that decodes so many rows or more."""
+
     def change(plan: StepPlan, logits: Any) -> None:
-        assert go_on.wait(20)
+        if len(plan.decode) >= num_rows:
+            assert go_on.wait(20)
         says(name)(plan, logits)
 
     return change
@@ -138,16 +146,16 @@ def test_new_requests_go_to_the_new_model_and_those_before_end_on_theirs(
     """Two run, one waits for a row."""
     alone = what_is_said(generate(client))
     go_on = threading.Event()
-    service.stubs["a"].change = held("a", go_on)
+    service.stubs["a"].change = held("a", go_on, num_rows=2)
     jobs = [gevent.spawn(generate, client) for _ in range(3)]
-    until(lambda: service.registry.get_sample_value("phi_serve_num_requests_waiting") == 1)
+    until(lambda: len(service.current.bridge._streams) == 3 and service.num_running == 2)
     response = switch(client, service.root / "b")
     answer = response.get_json()
     assert (response.status_code, answer["switched"], answer["model"]) == (200, True, "b")
     other = what_is_said(generate(client))
     assert other[0] == "b" and other[1] != alone[1]
     assert told(client)["retiring"] == [{"model": "a", "path": str(service.root / "a")}]
-    assert service.registry.get_sample_value("phi_serve_num_requests_running") == 2
+    assert service.num_running == 2
     go_on.set()
     assert [what_is_said(job.get(timeout=20)) for job in jobs] == [alone] * 3
     until(lambda: not service.retiring)
