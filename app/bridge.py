@@ -87,6 +87,12 @@ class TokenStream:
         self._arrived.append(advance)
         self._arrival.set()
 
+    def break_off(self) -> None:
+        """Some of it could not be delivered: for its reader it ends with an error."""
+        self.end(FinishReason.ABORT)
+        self._arrived = [Advance(self.sequence, None, FinishReason.ERROR, "tokens were lost")]
+        self._arrival.set()
+
     def end(self, reason: FinishReason) -> None:
         """No more tokens are wanted: the engine ends the sequence before its next step."""
         if self.sequence.is_finished:
@@ -262,9 +268,9 @@ class Bridge:
             for advance in item:
                 stream = self._streams.get(advance.sequence)
                 if stream is not None:  # the self-test has none
-                    stream.put(advance)
                     if advance.finish_reason is not None:
                         del self._streams[advance.sequence]
+                    _hand_out(stream, advance)
 
     def _change(self, state: State) -> None:
         if self.state is State.LOADING or state is State.FAILED:
@@ -277,9 +283,9 @@ class Bridge:
         self.ended.set()
 
     def _end_streams(self, reason: FinishReason) -> None:
-        for sequence, stream in self._streams.items():
-            stream.put(Advance(sequence, None, reason, "the server has stopped"))
-        self._streams.clear()
+        streams, self._streams = self._streams, {}
+        for sequence, stream in streams.items():
+            _hand_out(stream, Advance(sequence, None, reason, "the server has stopped"))
 
     # --- on the engine thread ---------------------------------------------------------------------
 
@@ -295,18 +301,21 @@ class Bridge:
             gc.freeze()
             self._post(State.READY)
             while self._take_in(engine):
-                num_steps = engine.num_steps
-                advances = engine.step()
-                if engine.num_steps > num_steps:
-                    self.pulse.beat()
-                if advances:
-                    self._post(advances)
+                self._step(engine)
             self._post(State.STOPPED)
         except BaseException as error:
             if self._engine is not None:
                 log.critical("the engine thread has died", exc_info=error)
             self.failure = error
             self._post(State.FAILED)
+
+    def _step(self, engine: Engine) -> None:
+        num_steps = engine.num_steps
+        advances = engine.step()
+        if engine.num_steps > num_steps:
+            self.pulse.beat()
+        if advances:
+            self._post(advances)
 
     def _take_in(self, engine: Engine) -> bool:
         """Hands the engine what has come, waiting for it if it is idle; False to stop."""
@@ -321,6 +330,7 @@ class Bridge:
                 engine.end(item.sequence)
             else:
                 engine.submit(item)
+            del item  # or the wait for the next would keep it alive
 
     def _wait(self, engine: Engine) -> Sequence | _Ended | None:
         """What comes next; Empty after a self-test, for without requests nothing else would show
@@ -341,3 +351,12 @@ class Bridge:
     def _post(self, item: list[Advance] | State) -> None:
         self._outbox.append(item)
         self._wake.send()
+
+
+def _hand_out(stream: TokenStream, advance: Advance) -> None:
+    """One stream's failure is no other's."""
+    try:
+        stream.put(advance)
+    except BaseException:  # gevent would print it, or end with an exit
+        log.exception("request %s: its tokens cannot be delivered", stream.sequence.request_id)
+        stream.break_off()

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import orjson
+from gevent import GreenletExit
 from gevent.pywsgi import WSGIHandler
 
 from .access import NOTE, tell
@@ -60,6 +61,10 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
                 waits = self.settings.keepalive_timeout_ms
         except OSError:
             self.has_left = True
+        except GreenletExit:  # the server stops
+            raise
+        except BaseException:
+            log.exception("a connection has failed")
         finally:
             self._hang_up()
 
@@ -132,7 +137,9 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
             self.run_application()
         except NotTaken:
             self.close_connection = True
-        except Exception:
+        except GreenletExit:  # the server stops
+            raise
+        except BaseException:  # a panic in Rust is no Exception; gevent would end with an exit
             self.close_connection = True
             log.exception("request %s failed outside of the app", self.note.get("request_id"))
             if not self.headers_sent:

@@ -42,8 +42,11 @@ class Departure:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Its request has ended: who still works for it need not, and is told so."""
         self._stop()
-        self.forget()
+        on_leave, self._on_leave = self._on_leave, None
+        if on_leave is not None:
+            on_leave()
 
     def forget(self) -> None:
         """Nobody is to be called any more: the answer need not be kept for it."""

@@ -78,7 +78,8 @@ class Engine:
         self._clock = clock
         self._masks = MaskWorker(num_threads)
         self.backlog = Backlog()  # hears of each step; the bridge puts its own here
-        self._num_failed_steps = 0  # in a row
+        # In a row; apart, for a good prompt says nothing of a decode that always fails.
+        self._num_failed = {"prefill": 0, "decode": 0}
         self.num_steps = 0  # that ran something, well or not
         observer.limited(scheduler.batch_limit)
 
@@ -89,7 +90,7 @@ class Engine:
     @property
     def has_failed(self) -> bool:
         """The last two steps or more have failed, or the last self-test."""
-        return self._num_failed_steps >= _NUM_FAILED
+        return max(self._num_failed.values()) >= _NUM_FAILED
 
     def submit(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
@@ -109,15 +110,21 @@ class Engine:
         self.backlog.planned(plan)
         self.num_steps += not plan.is_empty
         try:
-            advances = self._scheduler.commit(plan, self._run(plan))
-            if not plan.is_empty:
-                self._num_failed_steps = 0
+            sampled = self._run(plan)
+            advances = self._scheduler.commit(plan, sampled)
+            if plan.sampled:  # a step of which no row can be trusted is no good one
+                self._count(plan, is_good=bool(sampled.is_finite.any()))
         except Exception as error:
-            self._num_failed_steps += 1
+            self._count(plan, is_good=False)
             advances = self._scheduler.fail(plan, f"the model run failed: {type(error).__name__}")
             log.exception("step failed: %d sequences end with an error", len(advances))
         self._observe(plan, advances, started_at)
         return advances
+
+    def _count(self, plan: StepPlan, *, is_good: bool) -> None:
+        for kind, has_run in (("prefill", plan.prefill is not None), ("decode", bool(plan.decode))):
+            if has_run:
+                self._num_failed[kind] = 0 if is_good else self._num_failed[kind] + 1
 
     def _run(self, plan: StepPlan) -> Sampled:
         self._cache.apply(plan.moves)
@@ -128,7 +135,7 @@ class Engine:
         sampled = sample(logits, plan.sampled, self._masks.collect())
         if num_spoiled := int(np.count_nonzero(~sampled.is_finite)):
             log.error("logits are not finite in %d of %d rows", num_spoiled, len(logits))
-            self._observer.spoiled(num_spoiled)
+            self._tell(self._observer.spoiled, num_spoiled)
         return sampled
 
     def _forward(self, plan: StepPlan) -> NDArray[np.float32]:
@@ -152,25 +159,36 @@ class Engine:
         for advance in advances:
             sequence = advance.sequence
             if advance.token_id is not None:
-                self._observer.advanced(sequence, now)
+                self._tell(self._observer.advanced, sequence, now)
                 if sequence.first_token_at is None:
                     sequence.first_token_at = now
                 sequence.last_token_at = now
             if advance.finish_reason is not None:
-                self._observer.finished(sequence)
+                self._tell(self._observer.finished, sequence)
                 self.backlog.finished(sequence)
         if not plan.is_empty:
-            self._observer.stepped(plan)
+            self._tell(self._observer.stepped, plan)
             self.backlog.stepped(plan, now - started_at)
-        self._observer.counted(self._scheduler.num_waiting, self._scheduler.num_running)
-        self._observer.limited(self._scheduler.batch_limit)
+        scheduler = self._scheduler
+        self._tell(self._observer.counted, scheduler.num_waiting, scheduler.num_running)
+        self._tell(self._observer.limited, scheduler.batch_limit)
+
+    @staticmethod
+    def _tell(hear: Callable[..., None], *news: object) -> None:
+        """An observer that fails costs nobody a token."""
+        try:
+            hear(*news)
+        except Exception:
+            log.exception("the observer failed")
 
     def self_test(self) -> None:
-        """Generates one token; raises RuntimeError if the model cannot.
+        """Generates one token, and one more if it was decode that failed last; raises RuntimeError
+        if the model cannot.
 
         A failure counts as more than a request's would: no client's input can be at fault.
         """
-        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        num_tokens = 1 + (self._num_failed["decode"] > 0)
+        params = SamplingParams(num_tokens, ignore_eos=True)
         probe = Sequence("self-test", [0], params, owner="(self-test)")
         observer, self._observer = self._observer, Unobserved()  # it is nobody's request
         self.submit(probe)
@@ -179,7 +197,8 @@ class Engine:
         self.step()  # drops its row
         self._observer = observer
         if probe.error is not None:
-            self._num_failed_steps = max(self._num_failed_steps, _NUM_FAILED)
+            kind = "decode" if probe.output_ids else "prefill"
+            self._num_failed[kind] = max(self._num_failed[kind], _NUM_FAILED)
             raise RuntimeError(f"the self-test failed: {probe.error}")
 
 

@@ -105,7 +105,7 @@ class Scheduler:
             sequence.num_cached += 1
         if not plan.is_empty:
             self._limit.recover()
-        advances = self._take_ended()
+        advances: list[Advance] = []
         for row, sequence in enumerate(plan.sampled):
             if not sampled.is_finite[row]:
                 advances.append(_failed(sequence, _NOT_FINITE))
@@ -114,7 +114,7 @@ class Scheduler:
             else:
                 token_id, logprobs = int(sampled.token_ids[row]), sampled.logprobs.get(row)
                 advances.append(self._append(sequence, token_id, logprobs))
-        return advances
+        return self._take_ended() + advances  # not before: `fail` tells them if this has failed
 
     def fail(self, plan: StepPlan, error: str) -> list[Advance]:
         """Ends every sequence of a step that raised; their rows are free in the next plan."""

@@ -35,7 +35,7 @@ from .limits import (
 from .metrics import EngineMetrics, Metrics
 from .origin import Origin, read_origin
 from .quota import Quotas
-from .sequence import Constraint, SamplingParams, Sequence
+from .sequence import Constraint, FinishReason, SamplingParams, Sequence
 
 if TYPE_CHECKING:
     from .chat import Rendered
@@ -171,12 +171,17 @@ class Served:
         ]
         ask.departure.check()  # likewise a grammar, compiled
         streams, arrival = self.bridge.submit(sequences)
-        completions = [
-            Completion(stream, codec.detokenizer(ask.visible_ids), fields.stop_strings)
-            for stream in streams
-        ]
-        answer = Answer(ask.request_id, completions, arrival, ask.deadline_at)
-        ask.departure.call(answer.leave)
+        try:
+            completions = [
+                Completion(stream, codec.detokenizer(ask.visible_ids), fields.stop_strings)
+                for stream in streams
+            ]
+            answer = Answer(ask.request_id, completions, arrival, ask.deadline_at)
+            ask.departure.call(answer.leave)
+        except BaseException:
+            for stream in streams:  # the engine has them already
+                stream.end(FinishReason.ABORT)
+            raise
         return answer
 
     def render(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.scheduler import Scheduler
 from app.sequence import FinishReason, SamplingParams, Sequence, Status
 
 from .engines import answers, greedy, run, stub_answer, stub_engine
@@ -155,6 +156,25 @@ def test_every_sequence_finishes_exactly_once() -> None:
         engine.submit(sequence)
     ends = Counter(d.sequence.request_id for d in run(engine) if d.finish_reason is not None)
     assert ends == Counter({str(i): 1 for i in range(12)})
+
+
+def test_what_ended_before_a_step_is_told_though_the_step_fails_when_it_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, _ = stub_engine()
+    sequences = [greedy(str(i), [i], 20) for i in range(2)]
+    for sequence in sequences:
+        engine.submit(sequence)
+    for _ in range(3):
+        engine.step()
+    sequences[0].ended_by = FinishReason.ABORT
+
+    def fail(*_: object) -> None:
+        raise ValueError("broken")
+
+    monkeypatch.setattr(Scheduler, "_append", fail)
+    reasons = {advance.sequence.request_id: advance.finish_reason for advance in engine.step()}
+    assert reasons == {"0": FinishReason.ABORT, "1": FinishReason.ERROR}
 
 
 def test_self_test_fails_when_the_model_does() -> None:

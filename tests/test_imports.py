@@ -171,7 +171,7 @@ DOORS: dict[str, set[str]] = {
     "tokenizers": {"detokenizer", "grammar", "plain", "text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
     "transformers": {"ends", "text"},
-    "werkzeug": {"api", "drain", "guard"},
+    "werkzeug": {"api", "guard"},
 }
 
 
