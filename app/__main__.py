@@ -14,9 +14,13 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# One process owns the metrics: no files for others, which would pile up.
+os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
+os.environ.pop("prometheus_multiproc_dir", None)
 
 from .config import read_settings
-from .logs import set_up
+from .logs import set_up, tell_hub_errors
+from .machine import available_cpus, limit_threads
 
 if TYPE_CHECKING:
     from .edge import Edge
@@ -34,6 +38,7 @@ def main() -> int:
     for number in _SIGNALS:
         signal.signal(number, lambda *_: os._exit(0))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the load reads what is there now anyway
+    limit_threads(settings.threads or available_cpus())
     # Settings are right: only now the slower imports.
     import gevent
 
@@ -42,6 +47,7 @@ def main() -> int:
     from .service import Service
     from .switch import reload
 
+    tell_hub_errors(gevent.get_hub())
     service = Service(settings)
     if (servers := _bind(service)) is None:
         return 2

@@ -26,7 +26,7 @@ import gevent.event
 from gevent.threadpool import ThreadPool
 
 from .backlog import Backlog, Place
-from .errors import DeadlineExceeded, Draining, NotReady
+from .errors import DeadlineExceeded, Draining, NotReady, UnservableModel
 from .pulse import Pulse
 from .sequence import Advance, FinishReason, Sequence
 
@@ -126,10 +126,13 @@ class Bridge:
         load: Callable[[], Engine],
         max_step_seconds: float = 60.0,
         backlog: Backlog | None = None,
+        max_load_seconds: float = 0.0,
     ) -> None:
+        """A load that takes longer than `max_load_seconds` fails; 0 is no limit."""
         self.pulse = Pulse(max_step_seconds)
         self.backlog = backlog or Backlog()
         self._load = load
+        self._max_load_seconds = max_load_seconds
         self._inbox: queue.SimpleQueue[Sequence | _Ended | None] = queue.SimpleQueue()
         self._outbox: deque[list[Advance] | State] = deque()
         self._streams: dict[Sequence, TokenStream] = {}
@@ -175,6 +178,8 @@ class Bridge:
         sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
         self._wake.start(self._deliver)
         self._thread.start()
+        if self._max_load_seconds:
+            gevent.spawn_later(self._max_load_seconds, self._give_up_load)
 
     def submit(self, sequences: list[Sequence]) -> tuple[list[TokenStream], gevent.event.Event]:
         """Their streams, and the event that tells of news in any, of one request. Raises NotReady
@@ -281,6 +286,15 @@ class Bridge:
             self._end_streams(FinishReason.ERROR)
         self._wake.stop()
         self.ended.set()
+
+    def _give_up_load(self) -> None:
+        if self.state is State.LOADING:
+            self.failure = UnservableModel(
+                f"the load is not done within {self._max_load_seconds:g} s (MAX_LOAD_SECONDS); "
+                f"it is at: {self.pulse.stage}"
+            )
+            self._inbox.put(None)  # for the thread, if the load is ever done
+            self._change(State.FAILED)
 
     def _end_streams(self, reason: FinishReason) -> None:
         streams, self._streams = self._streams, {}

@@ -39,6 +39,7 @@ class Settings:
     max_body_bytes: int
     max_timeout_ms: int
     max_step_seconds: int
+    max_load_seconds: int
     pre_drain_seconds: int
     drain_seconds: int
     served_model_name: tuple[str, ...]
@@ -244,6 +245,13 @@ OPTIONS: list[click.Parameter] = [
         "token, or one chunk of a prompt, may take.",
         type=click.IntRange(1, 86_400),
         default=60,
+    ),
+    _option(
+        "--max-load-seconds",
+        "max_load_seconds",
+        "Seconds after which a model that still loads ends the process; 0 is no limit.",
+        type=click.IntRange(0, 86_400),
+        default=1800,
     ),
     _option(
         "--pre-drain-seconds",

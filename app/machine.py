@@ -14,6 +14,10 @@ import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
 CPUINFO = Path("/proc/cpuinfo")
+# OpenMP's (torch), its BLAS libraries', and that of Rust's pool (tokenizers, llguidance).
+_THREAD_VARIABLES = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"),
+)
 # On which the choice of int8 kernels depends; the last two are Arm's.
 _INT8_FEATURES = ("avx2", "avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
 
@@ -23,6 +27,13 @@ def available_cpus(cgroup: Path = CGROUP) -> int:
     # Not every system has affinity masks (macOS).
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, math.ceil(min(allowed or 1, _cpu_quota(cgroup))))
+
+
+def limit_threads(num_threads: int) -> None:
+    """For libraries that would take a thread per CPU of the host, before they are imported. What
+    the environment says already stands."""
+    for name in _THREAD_VARIABLES:
+        os.environ.setdefault(name, str(num_threads))
 
 
 def available_memory(cgroup: Path = CGROUP) -> int:

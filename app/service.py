@@ -91,7 +91,12 @@ class Served:
         backlog = Backlog(
             settings.max_queued_requests, settings.max_queued_tokens, settings.prefill_chunk
         )
-        self.bridge = Bridge(partial(self._load, load), settings.max_step_seconds, backlog)
+        self.bridge = Bridge(
+            partial(self._load, load),
+            settings.max_step_seconds,
+            backlog,
+            settings.max_load_seconds,
+        )
         self.loaded: LoadedModel | None = None
         self.origin: Origin | None = None  # what it was loaded from
         self.num_requests = 0  # that have taken it, and may still submit

@@ -129,8 +129,8 @@ def _load(service: Service, served: Served) -> None:
         return
     error = _refusal(served)
     log.error("no switch to %s: %s", served.settings.model_path, error)
-    service.discard(served)
-    return_memory()
+    # Not waited for: a load that was given up may still run.
+    gevent.spawn(service.discard, served).link(lambda _: return_memory())
     raise error
 
 

@@ -27,7 +27,26 @@ EDGE: dict[str, Any] = {
     str(option.name): option.default for option in [*EDGE_OPTIONS, *QUEUE_OPTIONS]
 }
 SETTINGS = Settings(
-    *(Path(), "127.0.0.1", 0, "cpu", False, False, 1, 4, 64, 8, 100_000, 0, 60, 0, 30, (), "info"),
+    *(
+        Path(),
+        "127.0.0.1",
+        0,
+        "cpu",
+        False,
+        False,
+        1,
+        4,
+        64,
+        8,
+        100_000,
+        0,
+        60,
+        0,
+        0,
+        30,
+        (),
+        "info",
+    ),
     admin_api_key="",
     **EDGE,
     api_keys=(),

@@ -14,7 +14,8 @@ from app.engine import Engine
 from app.errors import DeadlineExceeded, InvalidRequest, NotReady
 from app.sequence import Advance, FinishReason, Sequence
 
-from .engines import StubModel, greedy, stub_answer, stub_engine
+from .conftest import TinyModel
+from .engines import StubModel, greedy, loaded_service, stub_answer, stub_engine
 
 Started = Callable[..., tuple[Bridge, StubModel]]
 
@@ -242,6 +243,61 @@ def test_wait_for_work_off_the_hub_ends_at_the_deadline(started: Started) -> Non
         bridge.off_hub(lambda: go_on.wait(20), "grammar", time.monotonic() + 0.01)
     go_on.set()
     assert bridge.off_hub(lambda: "done", "grammar", time.monotonic() + 20) == "done"
+
+
+def test_work_off_the_hub_runs_on_native_threads_side_by_side(started: Started) -> None:
+    """FR37: on greenlets, or one after the other, nobody would ever pass the barrier."""
+    bridge, _ = started()
+    barrier = threading.Barrier(4)
+
+    def meet() -> int:
+        barrier.wait(20)
+        return threading.get_native_id()
+
+    jobs = [gevent.spawn(bridge.off_hub, meet) for _ in range(8)]
+    with gevent.Timeout(60):
+        threads = {job.get() for job in jobs}
+    assert len(threads) == 4
+    assert threading.get_native_id() not in threads
+
+
+def test_load_that_takes_too_long_fails_and_a_late_one_changes_nothing() -> None:
+    go_on = threading.Event()
+    engine, _ = stub_engine()
+
+    def load() -> Engine:
+        assert go_on.wait(20)
+        return engine
+
+    bridge = Bridge(load, max_load_seconds=0.01)
+    bridge.pulse.enter("loading weights")
+    bridge.start()
+    assert bridge.ended.wait(20)
+    assert bridge.state is State.FAILED
+    assert "not done within 0.01 s (MAX_LOAD_SECONDS); it is at: loading weights" in str(
+        bridge.failure
+    )
+    go_on.set()
+    bridge.request_stop()
+    wait_until(lambda: bool(bridge._outbox))  # the engine is there, and nobody is told
+    assert not bridge.is_ready
+    bridge._inbox.put(None)
+    wait_until(lambda: not bridge._thread.is_alive())
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_start_ends_ready_and_a_stop_ends_its_thread(started: Started, attempt: int) -> None:
+    bridge, _ = started()
+    assert read(submit(bridge, greedy("a", [1], 3))) == stub_answer([1], 3)
+    bridge.request_stop()
+    wait_until(lambda: not bridge._thread.is_alive())
+
+
+@pytest.mark.slow
+def test_twenty_loads_of_a_real_model_end_ready(tiny_llama: TinyModel) -> None:
+    """FR39: a load that hangs under gevent's loop would time this out."""
+    for _ in range(20):
+        assert loaded_service(tiny_llama.folder).bridge.state is State.STOPPED
 
 
 def test_work_waits_for_its_like_only_and_never_begins_past_its_deadline(

@@ -299,6 +299,19 @@ def test_signal_in_the_load_ends_the_process_within_two_seconds(tmp_path: Path) 
         assert server.process.wait(2) == 0
 
 
+def test_load_that_takes_too_long_ends_the_process_with_1_and_names_its_stage(
+    tmp_path: Path,
+) -> None:
+    names = {"LOAD_GATE": str(tmp_path / "never"), "MAX_LOAD_SECONDS": "1"}
+    with stub_server(tmp_path / "model", 2, **names) as server:
+        assert server.process.wait(15) == 1
+        server._reader.join()
+        assert "cannot serve: the load is not done within 1 s (MAX_LOAD_SECONDS); it is at: " in (
+            server.log
+        )
+        assert "waiting for a file for" in server.log
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_is_heard_where_the_parent_ignores_it(
     tmp_path: Path, number: signal.Signals

@@ -3,9 +3,11 @@ stub's; the hours that a hung one takes are a clock's that the test moves."""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from app.service import Service
 
 from .conftest import TinyModel
 from .services import StubService, hold_until, running, until
+from .sockets import GET, Client, post, serving_of
 
 LIMIT_SECONDS = 5
 
@@ -103,6 +106,52 @@ def test_engine_thread_that_dies_is_not_ready(service: StubService, client: Flas
     assert client.post("/generate", json={"prompt": "a"}).status_code == 500
     assert why_not_ready(client) == "the model is failed"
     assert service.bridge.ended.is_set()  # which ends the process
+
+
+def busy_without_the_lock(seconds: float) -> None:
+    """A native loop, as a session's run is one: hashing long bytes releases Python's lock."""
+    data, ends_at = bytes(4 << 20), time.monotonic() + seconds
+    while time.monotonic() < ends_at:
+        hashlib.sha512(data)
+
+
+def busy_with_the_lock(seconds: float) -> None:
+    """As ONNX Runtime holds it while it builds a session: nothing else of Python runs."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+@pytest.mark.parametrize(
+    ("busy", "seconds", "allowed"),
+    [
+        (busy_without_the_lock, 2.0, 0.2),
+        # Nothing can answer before the lock is free, but then it must.
+        (busy_with_the_lock, 0.4, 0.6),
+    ],
+)
+def test_liveness_is_answered_while_a_step_is_busy_natively(
+    service: StubService, busy: Callable[[float], None], seconds: float, allowed: float
+) -> None:
+    """FR36."""
+    entered, is_done = threading.Event(), threading.Event()
+
+    def step(plan: StepPlan, logits: object) -> None:
+        if not entered.is_set():
+            entered.set()
+            busy(seconds)
+            is_done.set()
+
+    service.stub.change = step
+    with serving_of(service) as server, Client(server) as client, Client(server) as other:
+        client.send(post(b'{"prompt": "a", "max_tokens": 2}', path=b"/generate"))
+        until(entered.is_set)
+        waits: list[float] = []
+        while not is_done.is_set():
+            sent_at = time.monotonic()
+            assert other.send(GET).read().status == 200
+            waits.append(time.monotonic() - sent_at)
+            gevent.sleep(0.02)
+        assert client.read().status == 200
+    assert sorted(waits)[int(0.99 * (len(waits) - 1))] < allowed
 
 
 def test_long_prefill_is_ready_as_long_as_its_chunks_come(

@@ -136,7 +136,9 @@ OWN: dict[str, set[str]] = {
         *{"admin_api", "cors", "docs_page", "errors", "generate_api", "http", "openai_api"},
         *{"ops_api", "service", "switch"},
     },
-    "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "service", "switch"},
+    "__main__": {
+        *{"api", "bridge", "config", "edge", "errors", "logs", "machine", "service", "switch"},
+    },
 }
 
 # third-party library -> the modules of app that are its door

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.machine import available_cpus, available_memory, cpu_features
+from app.machine import available_cpus, available_memory, cpu_features, limit_threads
 
 
 def write(root: Path, **files: str) -> Path:
@@ -112,3 +112,16 @@ def test_features_for_int8_are_read_off_cpuinfo(
     if cpuinfo is not None:
         (tmp_path / "cpuinfo").write_text(cpuinfo)
     assert cpu_features(tmp_path / "cpuinfo") == features
+
+
+def test_libraries_are_told_of_the_threads_unless_the_environment_says_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    limit_threads(3)
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert os.environ["MKL_NUM_THREADS"] == os.environ["RAYON_NUM_THREADS"] == "3"
+    assert os.environ["OPENBLAS_NUM_THREADS"] == "3"

@@ -146,16 +146,25 @@ def test_new_requests_go_to_the_new_model_and_those_before_end_on_theirs(
     """Two run, one waits for a row."""
     alone = what_is_said(generate(client))
     go_on = threading.Event()
-    service.stubs["a"].change = held("a", go_on, num_rows=2)
+    have_come, hold = threading.Event(), held("a", go_on, num_rows=2)
+
+    def change(plan: StepPlan, logits: Any) -> None:
+        if plan.decode:  # none is done before all have come
+            assert have_come.wait(20)
+        hold(plan, logits)
+
+    service.stubs["a"].change = change
     jobs = [gevent.spawn(generate, client) for _ in range(3)]
-    until(lambda: len(service.current.bridge._streams) == 3 and service.num_running == 2)
+    until(lambda: len(service.current.bridge._streams) == 3)
+    have_come.set()
+    until(lambda: service.num_running == 2)
     response = switch(client, service.root / "b")
     answer = response.get_json()
     assert (response.status_code, answer["switched"], answer["model"]) == (200, True, "b")
     other = what_is_said(generate(client))
     assert other[0] == "b" and other[1] != alone[1]
     assert told(client)["retiring"] == [{"model": "a", "path": str(service.root / "a")}]
-    assert service.num_running == 2
+    until(lambda: service.num_running == 2)  # of the old one: the other has dropped its row
     go_on.set()
     assert [what_is_said(job.get(timeout=20)) for job in jobs] == [alone] * 3
     until(lambda: not service.retiring)
