@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
 
 from .errors import Overloaded
@@ -204,7 +204,7 @@ class Backlog:
 
     def planned(self, plan: StepPlan) -> None:
         """A step begins; what it takes out of the queue waits no more."""
-        self._plan = plan
+        self._plan = replace(plan, dequeued=[])  # one that has ended is not to be kept for it
         for sequence in plan.dequeued:
             line = self._lines.get(sequence.owner)
             if line is not None:  # a self-test has not come through the hub

@@ -66,14 +66,16 @@ class State(enum.Enum):
 class TokenStream:
     """A sequence's advances, on the hub's side, in order and without loss.
 
-    `arrival` is set when there are some; the sequences of one request share it. Without a `bridge`
-    no engine hears of its end.
+    `arrival` is set when there are some; the sequences of one request share it. While there is a
+    `passage`, and nothing has arrived, an advance that ends nothing goes there instead. It must not
+    wait, nor raise. Without a `bridge` no engine hears of a sequence's end.
     """
 
     def __init__(
         self, sequence: Sequence, arrival: gevent.event.Event, bridge: Bridge | None = None
     ) -> None:
         self.sequence = sequence
+        self.passage: Callable[[Advance], None] | None = None
         self._arrived: list[Advance] = []
         self._arrival = arrival
         self._bridge = bridge
@@ -83,7 +85,15 @@ class TokenStream:
         advances, self._arrived = self._arrived, []
         return advances
 
+    @property
+    def has_arrived(self) -> bool:
+        return bool(self._arrived)
+
     def put(self, advance: Advance) -> None:
+        passage = self.passage
+        if passage is not None and advance.finish_reason is None and not self._arrival.is_set():
+            passage(advance)
+            return
         self._arrived.append(advance)
         self._arrival.set()
 

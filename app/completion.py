@@ -6,9 +6,9 @@ Plain and streamed answers both come through here, so they cannot differ. It bel
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import gevent
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from .backlog import Place
     from .bridge import TokenStream
+    from .direct import Outlet
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,7 @@ class Token:
     logprobs: TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):  # one a token
     """Text that can be sent, and on a choice's last delta why it ends.
 
     `tokens` are those that came since the delta before, if log-probabilities were asked for: all
@@ -59,6 +59,7 @@ class Completion:
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops)
         self._tokens: list[Token] = []
+        self._kept = ""  # text of `pass_on`, for `take`
 
     def take(self) -> Delta | None:
         """What has come; None if that is nothing to tell.
@@ -66,13 +67,25 @@ class Completion:
         Raises ModelFailure if the engine failed, DeadEnd if the request left no token to
         choose, Draining if the server stops.
         """
-        text = ""
+        text, self._kept = self._kept, ""
         for advance in self._stream.take():
             if self.finish_reason is not None:  # it came behind a stop string
                 break
             text += self._add(advance)
         has_news = text or self._tokens or self.finish_reason is not None
         return self._delta(text) if has_news else None
+
+    def pass_on(self, advance: Advance) -> Delta | None:
+        """What an advance brings that does not end the sequence, nor wait in the stream; None if
+        that is nothing to tell. If it ends the choice, at a stop string, `take` has it.
+
+        Raises whatever the text may.
+        """
+        text = self._add(advance)
+        if self.finish_reason is None:
+            return self._delta(text) if text or self._tokens else None
+        self._kept = text
+        return None
 
     def place(self) -> Place | None:
         """In the queue; None if it does not wait."""
@@ -83,6 +96,15 @@ class Completion:
         self._stream.end(FinishReason.TIMEOUT)
         self.finish_reason = FinishReason.TIMEOUT
         return self._delta(self._rest())
+
+    @property
+    def has_arrived(self) -> bool:
+        """Is there something to take?"""
+        return self._stream.has_arrived
+
+    def open(self, passage: Callable[[Advance], None] | None) -> None:
+        """Advances that end nothing go there from now on, and are not taken."""
+        self._stream.passage = passage
 
     def overrun(self) -> None:
         """Its time is over: it gets no more tokens. `expire` ends it for its reader."""
@@ -98,23 +120,19 @@ class Completion:
     def _add(self, advance: Advance) -> str:
         """Text that the advance completes."""
         reason = advance.finish_reason
-        if reason is FinishReason.TIMEOUT:  # `overrun`; `expire` has the last word
-            return ""
-        if reason is FinishReason.ERROR:
-            raise ModelFailure(advance.error or "the model run failed")
-        if reason is FinishReason.DEAD_END:
-            raise DeadEnd(advance.error or "no token is permitted")
-        if reason is FinishReason.ABORT:  # not by this client, which is still here
-            raise Draining(advance.error or "the request was aborted")
-        text = ""
-        if advance.token_id is not None:
+        if reason is not None:
+            _check(reason, advance.error)
+            if reason is FinishReason.TIMEOUT:  # `overrun`; `expire` has the last word
+                return ""
+        text, token_id = "", advance.token_id
+        if token_id is not None:
             self.num_tokens += 1
-            if advance.token_id not in self.sequence.end_ids:
-                text = self._detokenizer.feed([advance.token_id])
+            if token_id not in self.sequence.end_ids:
+                text = self._detokenizer.feed((token_id,))
                 if self.num_tokens >= self.sequence.params.min_tokens:
                     text = self._stops.feed(text)
                 if advance.logprobs is not None:
-                    self._tokens.append(Token(advance.token_id, advance.logprobs))
+                    self._tokens.append(Token(token_id, advance.logprobs))
         if reason is not None:
             text += self._rest()
             self.finish_reason = FinishReason.STOP if self._stops.is_stopped else reason
@@ -128,6 +146,8 @@ class Completion:
         return self._stops.feed(self._detokenizer.feed([], is_last=True)) + self._stops.flush()
 
     def _delta(self, text: str) -> Delta:
+        if not self._tokens:
+            return Delta(text, self.finish_reason)
         tokens, self._tokens = tuple(self._tokens), []
         return Delta(text, self.finish_reason, tokens)
 
@@ -154,12 +174,28 @@ class Answer:
         self._arrival = arrival
         self._deadline_at = deadline_at
         self._has_left = False
+        self._failure: Exception | None = None  # of a passage
+        self._outlet: Outlet | None = None
+        self._frame: Callable[[int, Delta], bytes] = _no_frame
         self._timer: Any = None
         self._look_at_deadline()
 
-    def wait(self, seconds: float) -> bool:
-        """Until there is something to tell, a failure too; False if there is not yet."""
-        return bool(self._arrival.wait(seconds))
+    def write_to(self, outlet: Outlet, frame: Callable[[int, Delta], bytes]) -> None:
+        """While its reader waits for deltas, those that do not end a choice go straight to
+        `outlet`, framed: they are not yielded."""
+        self._outlet, self._frame = outlet, frame
+
+    def wait(self, seconds: float | None) -> bool:
+        """Until there is something to tell, a failure too; False if there is not yet, or behind
+        `nudge`."""
+        self._arrival.wait(seconds)
+        if not (has_news := self._has_news()):
+            self._arrival.clear()
+        return has_news
+
+    def nudge(self) -> None:
+        """Wakes whoever waits."""
+        self._arrival.set()
 
     def place(self) -> Place | None:
         """In the queue, of its first choice; None once that is taken up."""
@@ -168,7 +204,7 @@ class Answer:
     def __iter__(self) -> Iterator[tuple[int, Delta]]:
         running = dict(enumerate(self.completions))
         while running:
-            self._arrival.wait(self._seconds_left())
+            self._wait(running)
             self._arrival.clear()
             self._check_client()
             # First: what has come by the deadline counts, however long a yield takes.
@@ -196,6 +232,47 @@ class Answer:
         self.abort()
         self._has_left = True
         self._arrival.set()
+
+    def _wait(self, running: dict[int, Completion]) -> None:
+        outlet = self._outlet
+        if outlet is None or not outlet.is_open:
+            self._arrival.wait(self._seconds_left())
+            return
+        for choice, completion in running.items():
+            completion.open(self._passage(choice, completion, outlet))
+        try:
+            self._arrival.wait(self._seconds_left())
+        finally:
+            for completion in running.values():
+                completion.open(None)
+        outlet.flush()
+        if self._failure is not None:
+            raise self._failure
+
+    def _passage(
+        self, choice: int, completion: Completion, outlet: Outlet
+    ) -> Callable[[Advance], None]:
+        """From the hub's callback to the socket; whatever else there is to do is the reader's, who
+        is woken."""
+        frame, pass_on, send = self._frame, completion.pass_on, outlet.send
+
+        def write(advance: Advance) -> None:
+            try:
+                delta = pass_on(advance)
+                if delta is not None:
+                    if not (framed := frame(choice, delta)) or send(framed):
+                        return
+                elif completion.finish_reason is None:
+                    return
+            except Exception as error:
+                self._failure = error
+            self._arrival.set()
+
+        return write
+
+    def _has_news(self) -> bool:
+        has_arrived = any(completion.has_arrived for completion in self.completions)
+        return has_arrived or self._has_left or self._seconds_left() == 0.0
 
     def _check_client(self) -> None:
         if self._has_left:
@@ -229,3 +306,17 @@ class Answer:
         if not any(completion.num_tokens for completion in self.completions):
             raise DeadlineExceeded("the request's time was over before its first token")
         yield from ended
+
+
+def _check(reason: FinishReason, error: str | None) -> None:
+    """Raises for an end that is none of the answer's."""
+    if reason is FinishReason.ERROR:
+        raise ModelFailure(error or "the model run failed")
+    if reason is FinishReason.DEAD_END:
+        raise DeadEnd(error or "no token is permitted")
+    if reason is FinishReason.ABORT:  # not by this client, which is still here
+        raise Draining(error or "the request was aborted")
+
+
+def _no_frame(choice: int, delta: Delta) -> bytes:
+    raise AssertionError("nothing is passed on without an outlet")

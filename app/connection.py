@@ -20,6 +20,7 @@ import orjson
 from gevent import GreenletExit
 from gevent.pywsgi import WSGIHandler
 
+from . import direct
 from .access import NOTE, tell
 from .body import Body
 from .departure import ENVIRON_KEY, Departure
@@ -122,6 +123,7 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
             "wsgi.input_terminated": True,
             NOTE: self.note,
             ENVIRON_KEY: Departure(self.socket),
+            direct.ENVIRON_KEY: direct.Outlet(self),
         }
 
     def _send_continue(self) -> None:
@@ -172,6 +174,8 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
         self.response_length += len(data)
 
     def _send(self, data: Any) -> None:
+        if self.has_left:  # in the middle of a write: what follows would not be understood
+            raise NotTaken("it has taken no more before")
         view = memoryview(data)
         try:
             self.socket.settimeout(self.settings.write_timeout_ms / 1000)

@@ -49,6 +49,15 @@ class Edits:
             or self._seen is not None
         )
 
+    def are_needed(self, sequence: Sequence) -> bool:
+        """Do they change the next row, even without a mask?"""
+        return self._is_needed or self._is_short(sequence)
+
+    def _is_short(self, sequence: Sequence) -> bool:
+        """No end token may come yet."""
+        least = self._params.min_tokens
+        return least > 0 and len(sequence.output_ids) < least and bool(sequence.end_ids)
+
     def apply(
         self, logits: Logits, sequence: Sequence, mask: Mask | None, scratch: Logits
     ) -> Logits:
@@ -58,8 +67,7 @@ class Edits:
         Bit i of word w of `mask`, the lowest first, permits token 32 w + i; tokens behind its end
         are forbidden.
         """
-        is_short = len(sequence.output_ids) < self._params.min_tokens and sequence.end_ids
-        if not (self._is_needed or is_short or mask is not None):
+        if mask is None and not self.are_needed(sequence):
             return logits
         if mask is None:
             np.copyto(scratch, logits)
@@ -71,7 +79,7 @@ class Edits:
             scratch[self._allowed] = kept
         if len(self._banned):
             scratch[self._banned] = -np.inf
-        if is_short:
+        if self._is_short(sequence):
             scratch[[id_ for id_ in sequence.end_ids if id_ < len(scratch)]] = -np.inf
         if len(self._biased):
             scratch[self._biased] += self._bias

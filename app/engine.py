@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .backlog import Backlog
-from .kv_cache import KVCache
 from .masks import MaskWorker
 from .sampler import Sampled, sample
 from .scheduler import Scheduler
 from .sequence import Advance, SamplingParams, Sequence, StepPlan
+
+if TYPE_CHECKING:
+    from .kv_cache import KVCache  # brings torch, which a stub does without
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class Observer(Protocol):
 
     def stepped(self, plan: StepPlan) -> None: ...
     def spoiled(self, num_rows: int) -> None: ...
-    def advanced(self, sequence: Sequence, now: float) -> None: ...
+    def advanced(self, sequences: list[Sequence], now: float) -> None: ...
     def finished(self, sequence: Sequence) -> None: ...
     def counted(self, num_waiting: int, num_running: int) -> None: ...
     def limited(self, batch_limit: int) -> None: ...
@@ -53,7 +55,7 @@ class Unobserved:
 
     def stepped(self, plan: StepPlan) -> None: ...
     def spoiled(self, num_rows: int) -> None: ...
-    def advanced(self, sequence: Sequence, now: float) -> None: ...
+    def advanced(self, sequences: list[Sequence], now: float) -> None: ...
     def finished(self, sequence: Sequence) -> None: ...
     def counted(self, num_waiting: int, num_running: int) -> None: ...
     def limited(self, batch_limit: int) -> None: ...
@@ -156,16 +158,16 @@ class Engine:
         now = self._clock()
         if plan.prefill is not None and plan.prefill.start == 0:
             plan.prefill.sequence.admitted_at = started_at
+        advanced = [each.sequence for each in advances if each.token_id is not None]
+        self._tell(self._observer.advanced, advanced, now)
+        for sequence in advanced:
+            if sequence.first_token_at is None:
+                sequence.first_token_at = now
+            sequence.last_token_at = now
         for advance in advances:
-            sequence = advance.sequence
-            if advance.token_id is not None:
-                self._tell(self._observer.advanced, sequence, now)
-                if sequence.first_token_at is None:
-                    sequence.first_token_at = now
-                sequence.last_token_at = now
             if advance.finish_reason is not None:
-                self._tell(self._observer.finished, sequence)
-                self.backlog.finished(sequence)
+                self._tell(self._observer.finished, advance.sequence)
+                self.backlog.finished(advance.sequence)
         if not plan.is_empty:
             self._tell(self._observer.stepped, plan)
             self.backlog.stepped(plan, now - started_at)

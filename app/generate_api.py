@@ -38,6 +38,7 @@ def generate_routes(service: Service) -> Blueprint:
             return send_stream(
                 answer,
                 lambda deltas: generate_replies.events(answer, deltas, codec, name),
+                generate_replies.running(answer, codec),
                 service.metrics.rejected,
             )
         return send_whole(

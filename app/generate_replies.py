@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .replies import event, logprobs, timings, usage
+from .completion import Delta
+from .replies import TextEvent, event, logprobs, timings, usage
 
 if TYPE_CHECKING:
-    from .completion import Answer, Delta
+    from .completion import Answer
     from .replies import Indexed
     from .text import TextCodec
 
@@ -36,12 +37,28 @@ def events(
 ) -> Iterator[bytes]:
     """An event per delta, with its choice's index if there are several; the last has what the
     whole answer has besides."""
+    frame_running = running(answer, codec)
     num_running = len(answer.completions)
     for index, delta in deltas:
-        num_running -= delta.finish_reason is not None
-        numbered = {"index": index} if len(answer.completions) > 1 else {}
+        if delta.finish_reason is None:
+            yield frame_running(index, delta)
+            continue
+        num_running -= 1
         end = _end(answer, model) if num_running == 0 else {}
-        yield event(numbered | _fields(answer, delta, codec) | end)
+        yield event(_numbered(answer, index, delta, codec) | end)
+
+
+def running(answer: Answer, codec: TextCodec) -> Callable[[int, Delta], bytes]:
+    """Frames deltas that are not a choice's last."""
+    if len(answer.completions) > 1 or answer.has_logprobs:
+        return lambda index, delta: event(_numbered(answer, index, delta, codec))
+    text_event = TextEvent(lambda text: event(_fields(answer, Delta(text), codec)))
+    return lambda _, delta: text_event.frame(delta.text)
+
+
+def _numbered(answer: Answer, index: int, delta: Delta, codec: TextCodec) -> dict[str, Any]:
+    number = {"index": index} if len(answer.completions) > 1 else {}
+    return number | _fields(answer, delta, codec)
 
 
 def _fields(answer: Answer, delta: Delta, codec: TextCodec) -> dict[str, Any]:

@@ -7,14 +7,17 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from flask import Response, g, request
 from pydantic import BaseModel
 
+from . import direct
 from .access import NOTE
 from .departure import ENVIRON_KEY, Departure
+from .direct import Outlet, Regular
 from .errors import InvalidRequest, PayloadTooLarge, UnreadableBody, UnsupportedMediaType
 from .limits import deadline
 from .protocol import parse
@@ -22,7 +25,7 @@ from .replies import guarded, keep_alive, summary, usage
 from .service import Ask, Served, Service
 
 if TYPE_CHECKING:
-    from .completion import Answer
+    from .completion import Answer, Delta
     from .config import Settings
     from .replies import Indexed
 
@@ -34,6 +37,7 @@ _SSE_HEADERS = {
     "X-Accel-Buffering": "no",  # nginx would hold the stream back
 }
 KEEP_ALIVE_SECONDS = 5.0
+_regular = Regular()
 REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
 
 
@@ -116,11 +120,16 @@ def send_whole(answer: Answer, frame: Callable[[Iterable[Indexed]], dict[str, An
 def send_stream(
     answer: Answer,
     frame: Callable[[Iterable[Indexed]], Iterator[bytes]],
+    frame_running: Callable[[int, Delta], bytes],
     count: Callable[[str], None],
 ) -> Response:
     """The status goes out with the first delta, framed, or after `KEEP_ALIVE_SECONDS` with a
     comment: a failure until then is a real one. One behind it is an event, and `count` hears its
-    code."""
+    code. Deltas between the first and a choice's last are framed by `frame_running`, which agrees
+    with `frame`, and written directly where the client's socket is known."""
+    outlet: Outlet | None = request.environ.get(direct.ENVIRON_KEY)
+    if outlet is not None:
+        answer.write_to(outlet, frame_running)
     _meter(answer)
     try:
         if answer.wait(KEEP_ALIVE_SECONDS):
@@ -128,7 +137,7 @@ def send_stream(
             frames = frame(itertools.chain([next(deltas)], deltas))
             frames = itertools.chain([next(frames)], frames)
         else:
-            frames = _kept_alive(answer, frame)
+            frames = _kept_alive(answer, frame, outlet)
     except BaseException:
         answer.abort()
         _tell(answer)
@@ -145,13 +154,27 @@ def send_stream(
 
 
 def _kept_alive(
-    answer: Answer, frame: Callable[[Iterable[Indexed]], Iterator[bytes]]
+    answer: Answer,
+    frame: Callable[[Iterable[Indexed]], Iterator[bytes]],
+    outlet: Outlet | None,
 ) -> Iterator[bytes]:
     """Comments until there is something to tell: proxies and clients end a silent stream."""
     yield keep_alive(answer)
-    while not answer.wait(KEEP_ALIVE_SECONDS):
-        yield keep_alive(answer)
+    if outlet is None:
+        while not answer.wait(KEEP_ALIVE_SECONDS):
+            yield keep_alive(answer)
+    else:
+        with _regular.calling(partial(_comment, answer, outlet), KEEP_ALIVE_SECONDS):
+            while not answer.wait(None):
+                outlet.flush()
+        outlet.flush()
     yield from frame(answer)
+
+
+def _comment(answer: Answer, outlet: Outlet) -> None:
+    """A rest means that the client has not taken the one before."""
+    if not outlet.rest and not outlet.send(keep_alive(answer)):
+        answer.nudge()
 
 
 def note(**fields: Any) -> None:

@@ -15,6 +15,7 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
+from . import histogram as batched
 from .backlog import Backlog
 from .sequence import Sequence, StepPlan
 
@@ -54,8 +55,9 @@ class Metrics:
         self._ttft = histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _TTFT_BUCKETS
         )
-        self._itl = histogram(
-            "inter_token_latency_seconds", "Between tokens of one request.", _ITL_BUCKETS
+        self._itl = batched.Histogram(
+            "phi_serve_inter_token_latency_seconds",
+            *("Between tokens of one request.", _ITL_BUCKETS, registry),
         )
         self._queue = histogram(
             "request_queue_time_seconds", "From arrival to admission.", _REQUEST_BUCKETS
@@ -106,11 +108,17 @@ class Metrics:
         """So many rows of a step had logits that were not finite."""
         self._spoiled.inc(num_rows)
 
-    def advanced(self, sequence: Sequence, now: float) -> None:
-        """A token of `sequence` came at `now`; its stamps are those before it."""
-        self._generated.inc()
+    def advanced(self, sequences: list[Sequence], now: float) -> None:
+        """A token of each of `sequences` came at `now`; their stamps are those before it."""
+        self._generated.inc(len(sequences))
+        before = [sequence.last_token_at for sequence in sequences]
+        self._itl.observe(now - at for at in before if at is not None)
+        if None in before:
+            for sequence in sequences:
+                self._begun(sequence, now)
+
+    def _begun(self, sequence: Sequence, now: float) -> None:
         if sequence.last_token_at is not None:
-            self._itl.observe(now - sequence.last_token_at)
             return
         self._ttft.observe(now - sequence.arrived_at)
         if sequence.admitted_at is not None:

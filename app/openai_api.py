@@ -99,6 +99,7 @@ def _send(service: Service, asked: OpenAIFields, reply: Reply) -> Response:
         return send_stream(
             reply.answer,
             lambda deltas: reply.chunks(deltas, includes_usage=asked.includes_usage),
+            reply.running(includes_usage=asked.includes_usage),
             service.metrics.rejected,
         )
     return send_whole(reply.answer, reply.whole)

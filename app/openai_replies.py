@@ -9,18 +9,19 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import StringIO
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 
-from .replies import event, logprobs, timings, usage
+from .completion import Delta
+from .replies import TextEvent, event, logprobs, timings, usage
 from .sequence import FinishReason
 
 if TYPE_CHECKING:
     from .call_json import ToolCall
-    from .completion import Answer, Delta, Token
+    from .completion import Answer, Token
     from .replies import Indexed
     from .text import TextCodec
     from .tool_calls import ToolParser
@@ -60,22 +61,55 @@ class Reply(ABC):
     def chunks(self, deltas: Iterable[Indexed], *, includes_usage: bool) -> Iterator[bytes]:
         """The answer as server-sent events, `[DONE]` at the end. With `includes_usage` one more
         chunk, without choices, carries it."""
-        head = self._head | {"object": self.chunk_object}
-        unused = {"usage": None} if includes_usage else {}  # OpenAI's chunks all have the field
+        frame_running = self.running(includes_usage=includes_usage)
         num_running = len(self.answer.completions)
         for index in range(num_running):
             for choice in self._opening():
-                yield event(head | {"choices": [{"index": index} | choice]} | unused)
+                yield self._event(index, choice, includes_usage)
         for index, delta in deltas:
-            num_running -= delta.finish_reason is not None
+            if delta.finish_reason is None:
+                if framed := frame_running(index, delta):
+                    yield framed
+                continue
+            num_running -= 1
             tail = self._tail() if num_running == 0 else {}
-            choices = self._split(self._chunk(index, delta))
-            for left, choice in zip(reversed(range(len(choices))), choices, strict=True):
-                end = {} if left else tail
-                yield event(head | {"choices": [{"index": index} | choice]} | unused | end)
+            *others, last = self._split(self._chunk(index, delta))
+            for choice in others:
+                yield self._event(index, choice, includes_usage)
+            yield self._event(index, last, includes_usage, tail)
         if includes_usage:
+            head = self._head | {"object": self.chunk_object}
             yield event(head | {"choices": [], "usage": usage(self.answer)})
         yield DONE
+
+    def running(self, *, includes_usage: bool) -> Callable[[int, Delta], bytes]:
+        """Frames deltas that are not a choice's last: to one event, or to none if there is nothing
+        to tell."""
+
+        def frame(index: int, delta: Delta) -> bytes:
+            choices = self._split(self._chunk(index, delta))
+            return b"".join(self._event(index, choice, includes_usage) for choice in choices)
+
+        if len(self.answer.completions) > 1 or not self._is_text_only:
+            return frame
+        text_event = TextEvent(lambda text: frame(0, Delta(text)))
+        return lambda _, delta: text_event.frame(delta.text)
+
+    @property
+    def _is_text_only(self) -> bool:
+        """A chunk is the delta's text, and nothing besides."""
+        return not self.answer.has_logprobs
+
+    def _event(
+        self,
+        index: int,
+        choice: dict[str, Any],
+        includes_usage: bool,
+        tail: dict[str, Any] | None = None,
+    ) -> bytes:
+        unused = {"usage": None} if includes_usage else {}  # OpenAI's chunks all have the field
+        fields = {"object": self.chunk_object, "choices": [{"index": index} | choice]}
+        return event(self._head | fields | unused | (tail or {}))
 
     @abstractmethod
     def _chunk(self, index: int, delta: Delta) -> dict[str, Any]:
@@ -202,6 +236,10 @@ class ChatReply(Reply):
         super().__init__(answer, codec, model)
         self._parsers = parsers
         self._num_calls = [0] * len(answer.completions)
+
+    @property
+    def _is_text_only(self) -> bool:
+        return self._parsers is None and super()._is_text_only
 
     def _opening(self) -> Iterator[dict[str, Any]]:
         opening = {"role": "assistant", "content": "", "refusal": None}

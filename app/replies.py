@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients pass over
+_MARK = "\0text\0"
+_MARKED = orjson.dumps(_MARK)
 
 
 def keep_alive(answer: Answer) -> bytes:
@@ -103,6 +105,20 @@ def _token_object(id_: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
 def event(fields: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + orjson.dumps(fields) + b"\n\n"
+
+
+class TextEvent:
+    """Events that differ in one text only: the rest is written once. `frame_whole` makes such an
+    event; behind the text no other may hold a text of the request's."""
+
+    def __init__(self, frame_whole: Callable[[str], bytes]) -> None:
+        self._frame_whole = frame_whole
+        self._head = self._tail = b""
+
+    def frame(self, text: str) -> bytes:
+        if not self._head:
+            self._head, _, self._tail = self._frame_whole(_MARK).rpartition(_MARKED)
+        return self._head + orjson.dumps(text) + self._tail
 
 
 def guarded(

@@ -62,8 +62,11 @@ def sample(
     with np.errstate(over="ignore", under="ignore"):
         for row in is_finite.nonzero()[0].tolist():
             sequence, params = sequences[row], sequences[row].params
+            edits, mask = edits_of(sequence), masks.get(row)
+            if mask is None and params.is_plain and not edits.are_needed(sequence):
+                continue  # the largest logit it is
             raw, token_id, top = logits[row], int(token_ids[row]), float(tops[row])
-            edited = edits_of(sequence).apply(raw, sequence, masks.get(row), edited_row)
+            edited = edits.apply(raw, sequence, mask, edited_row)
             if edited is not raw:
                 token_id = int(edited.argmax())
                 top = float(edited[token_id])

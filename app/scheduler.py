@@ -106,14 +106,16 @@ class Scheduler:
         if not plan.is_empty:
             self._limit.recover()
         advances: list[Advance] = []
+        # As lists: an array's elements one by one take longer than all that is done with them.
+        is_finite, has_choice = sampled.is_finite.tolist(), sampled.has_choice.tolist()
+        token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs
         for row, sequence in enumerate(plan.sampled):
-            if not sampled.is_finite[row]:
+            if not is_finite[row]:
                 advances.append(_failed(sequence, _NOT_FINITE))
-            elif not sampled.has_choice[row]:
+            elif not has_choice[row]:
                 advances.append(_failed(sequence, _why_no_choice(sequence), FinishReason.DEAD_END))
             else:
-                token_id, logprobs = int(sampled.token_ids[row]), sampled.logprobs.get(row)
-                advances.append(self._append(sequence, token_id, logprobs))
+                advances.append(self._append(sequence, token_ids[row], logprobs.get(row)))
         return self._take_ended() + advances  # not before: `fail` tells them if this has failed
 
     def fail(self, plan: StepPlan, error: str) -> list[Advance]:
@@ -126,7 +128,9 @@ class Scheduler:
         self._waiting.charge(sequence.owner, 1)
         params = sequence.params
         is_looping = params.repetition_guard and _repeats(sequence)  # each token has to be counted
-        if token_id in sequence.end_ids or _completes(sequence.constraint, token_id):
+        constraint = sequence.constraint
+        is_complete = constraint is not None and _completes(constraint, token_id)
+        if is_complete or token_id in sequence.end_ids:
             sequence.finish(FinishReason.STOP)
         elif is_looping and len(sequence.output_ids) >= params.min_tokens:
             sequence.finish(FinishReason.REPETITION)
@@ -135,7 +139,7 @@ class Scheduler:
             or sequence.num_tokens >= self._max_model_len
         ):
             sequence.finish(FinishReason.LENGTH)
-        return Advance(sequence, token_id, sequence.finish_reason, logprobs=logprobs)
+        return Advance(sequence, token_id, sequence.finish_reason, None, logprobs)
 
     def _has_free_row(self) -> bool:
         return self.num_running < self.batch_limit
@@ -202,9 +206,7 @@ class Scheduler:
         return moves
 
 
-def _completes(constraint: Constraint | None, token_id: int) -> bool:
-    if constraint is None:
-        return False
+def _completes(constraint: Constraint, token_id: int) -> bool:
     constraint.accept(token_id)
     return constraint.is_complete
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Status(enum.Enum):
@@ -55,6 +55,11 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     repetition_guard: int = 0
     num_logprobs: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """The likeliest token, and no word about it."""
+        return self.temperature == 0 and self.num_logprobs is None
 
 
 class Constraint(Protocol):
@@ -183,8 +188,7 @@ class StepPlan:
         return self.prefill is None and not self.decode
 
 
-@dataclass(frozen=True, slots=True)
-class Advance:
+class Advance(NamedTuple):  # a fifth of the time that a frozen dataclass takes: one a token
     """What a step brought one sequence: a token, its end, or both. `token_id` may be an EOS."""
 
     sequence: Sequence

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from app import generate_replies, openai_replies
 from app.api import create_app
 from app.detokenizer import Detokenizer
+from app.replies import TextEvent
 from app.sequence import FinishReason, StepPlan
 from app.stops import StopMatcher
 
@@ -21,7 +21,6 @@ from .services import StubService, events, hold_until, read_slowly, running, unt
 PATHS = ["/generate", "/v1/completions"]
 # Where it fails, once for each token.
 PLACES = [(Detokenizer, "feed"), (StopMatcher, "feed")]
-FRAMING = {"/generate": generate_replies, "/v1/completions": openai_replies}
 BODY = {"prompt": "a", "max_tokens": 50, "stop": ["never said"]}
 
 
@@ -106,7 +105,7 @@ def test_failure_of_a_stream_is_a_real_status_at_its_first_token_and_an_event_la
 def test_failure_of_framing_is_one_of_the_stream(
     service: StubService, at: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_at((FRAMING[path], "event"), at, monkeypatch)
+    fail_at((TextEvent, "frame"), at, monkeypatch)
     service.stub.change = waiting_model(at)
     assert_stream_fails(service, at, path)
 

@@ -18,6 +18,7 @@ OWN: dict[str, set[str]] = {
     "sequence": set(),
     "errors": set(),
     "departure": {"errors"},
+    "direct": {"errors"},
     "edge_options": set(),
     "queue_options": {"edge_options"},
     "access": set(),
@@ -81,17 +82,20 @@ OWN: dict[str, set[str]] = {
     "grammar": {
         *{"detokenizer", "errors", "lark", "masks", "schema", "tool_grammar", "tool_schemas"},
     },
-    "metrics": {"backlog", "sequence"},
+    "histogram": set(),
+    "metrics": {"backlog", "histogram", "sequence"},
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
     "bridge": {"backlog", "engine", "errors", "pulse", "sequence"},
     "drain": {"bridge", "errors"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
-    "completion": {"backlog", "bridge", "detokenizer", "errors", "sequence", "stops"},
+    "completion": {
+        *{"backlog", "bridge", "detokenizer", "direct", "errors", "sequence", "stops"},
+    },
     # HTTP
     "framing": {"config", "errors"},
     "body": {"config", "errors", "framing"},
-    "connection": {"access", "body", "departure", "errors", "framing"},
+    "connection": {"access", "body", "departure", "direct", "errors", "framing"},
     "edge": {"config", "connection"},
     "fields": {"sequence"},
     "generate_requests": {"fields"},
@@ -121,8 +125,8 @@ OWN: dict[str, set[str]] = {
     "switch": {"bridge", "errors", "origin", "service"},
     "admin_api": {"errors", "generate_requests", "http", "service", "switch"},
     "http": {
-        *{"access", "completion", "config", "departure", "errors", "limits", "protocol", "replies"},
-        "service",
+        *{"access", "completion", "config", "departure", "direct", "errors", "limits", "protocol"},
+        *{"replies", "service"},
     },
     "generate_api": {
         *{"generate_replies", "generate_requests", "http", "limits", "service"},
@@ -149,8 +153,8 @@ DOORS: dict[str, set[str]] = {
         *{"openai_api", "ops_api"},
     },
     "gevent": {
-        *{"__main__", "bridge", "completion", "connection", "departure", "drain", "edge"},
-        *{"framing", "guard", "service", "switch"},
+        *{"__main__", "bridge", "completion", "connection", "departure", "direct", "drain"},
+        *{"edge", "framing", "guard", "service", "switch"},
     },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar", "masks"},
@@ -162,7 +166,7 @@ DOORS: dict[str, set[str]] = {
     "onnxruntime": {"form", "fused", "model"},
     "optimum": {"model"},
     "orjson": {"connection", "http", "openai_replies", "protocol", "replies"},
-    "prometheus_client": {"metrics", "ops_api", "service"},
+    "prometheus_client": {"histogram", "metrics", "ops_api", "service"},
     "psutil": {"machine"},
     "pydantic": {
         *{"fields", "generate_requests", "http", "openai_requests", "openapi", "protocol"},

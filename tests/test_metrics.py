@@ -46,30 +46,30 @@ def count_and_sum(registry: CollectorRegistry, name: str) -> tuple[float | None,
 
 
 def test_first_token_counts_from_arrival(registry: CollectorRegistry, metrics: Metrics) -> None:
-    metrics.advanced(sequence(arrived_at=100.0, admitted_at=100.25), now=101.5)
-    metrics.advanced(sequence(arrived_at=100.0, admitted_at=100.25), now=100.75)
+    metrics.advanced([sequence(arrived_at=100.0, admitted_at=100.25)], now=101.5)
+    metrics.advanced([sequence(arrived_at=100.0, admitted_at=100.25)], now=100.75)
     assert count_and_sum(registry, "time_to_first_token_seconds") == (2, 2.25)
 
 
 def test_first_token_counts_the_time_in_the_queue(
     registry: CollectorRegistry, metrics: Metrics
 ) -> None:
-    metrics.advanced(sequence(arrived_at=100.0, admitted_at=100.25), now=101.5)
+    metrics.advanced([sequence(arrived_at=100.0, admitted_at=100.25)], now=101.5)
     assert count_and_sum(registry, "request_queue_time_seconds") == (1, 0.25)
 
 
 def test_first_token_is_no_gap_between_tokens(
     registry: CollectorRegistry, metrics: Metrics
 ) -> None:
-    metrics.advanced(sequence(admitted_at=100.25), now=101.5)
+    metrics.advanced([sequence(admitted_at=100.25)], now=101.5)
     assert count_and_sum(registry, "inter_token_latency_seconds") == (0, 0)
 
 
 def test_later_token_counts_the_gap_to_the_one_before(
     registry: CollectorRegistry, metrics: Metrics
 ) -> None:
-    metrics.advanced(sequence(admitted_at=100.25, last_token_at=101.5), now=101.625)
-    metrics.advanced(sequence(admitted_at=100.25, last_token_at=101.625), now=102.125)
+    metrics.advanced([sequence(admitted_at=100.25, last_token_at=101.5)], now=101.625)
+    metrics.advanced([sequence(admitted_at=100.25, last_token_at=101.625)], now=102.125)
     assert count_and_sum(registry, "inter_token_latency_seconds") == (2, 0.625)
 
 
@@ -77,14 +77,14 @@ def test_later_token_counts_the_gap_to_the_one_before(
 def test_later_token_counts_no_second_beginning(
     name: str, registry: CollectorRegistry, metrics: Metrics
 ) -> None:
-    metrics.advanced(sequence(admitted_at=100.25, last_token_at=101.5), now=101.625)
+    metrics.advanced([sequence(admitted_at=100.25, last_token_at=101.5)], now=101.625)
     assert count_and_sum(registry, name) == (0, 0)
 
 
 def test_every_token_is_counted(registry: CollectorRegistry, metrics: Metrics) -> None:
-    metrics.advanced(sequence(admitted_at=100.25), now=101.5)
-    metrics.advanced(sequence(admitted_at=100.25, last_token_at=101.5), now=101.625)
-    metrics.advanced(sequence(admitted_at=100.25, last_token_at=101.625), now=102.125)
+    metrics.advanced([sequence(admitted_at=100.25)], now=101.5)
+    metrics.advanced([sequence(admitted_at=100.25, last_token_at=101.5)], now=101.625)
+    metrics.advanced([sequence(admitted_at=100.25, last_token_at=101.625)], now=102.125)
     assert value(registry, "generation_tokens_total") == 3
 
 

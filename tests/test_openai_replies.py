@@ -164,3 +164,21 @@ def test_whole_answer_keeps_nothing_of_a_token_but_its_text(kind: type[Reply]) -
         tracemalloc.stop()
     assert choice["finish_reason"] == "length"
     assert peak < 80 * num_tokens  # 5 characters of up to 4 bytes, twice, and what grows ahead
+
+
+@pytest.mark.parametrize("includes_usage", [False, True])
+@pytest.mark.parametrize("parsed", [False, True])
+def test_running_chat_chunk_is_the_one_of_the_stream(parsed: bool, includes_usage: bool) -> None:
+    """What is written past the stream is framed as in it."""
+    answer: Any = StubAnswer()
+
+    def reply() -> ChatReply:
+        parsers = [ToolParser(HERMES, {"f"}, None, is_forced=False)] if parsed else None
+        made = ChatReply(answer, CODEC, "phi", parsers)
+        made._head = {"id": "chatcmpl-1", "created": 1, "model": "phi"}
+        return made
+
+    deltas = of_one([Delta('a "b"'), Delta("c\n")])
+    frames = [*reply().chunks(deltas, includes_usage=includes_usage)]
+    running = reply().running(includes_usage=includes_usage)
+    assert [running(index, delta) for index, delta in deltas] == frames[1:3]

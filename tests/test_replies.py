@@ -9,7 +9,7 @@ import pytest
 
 from app.completion import Delta, Token
 from app.errors import DeadEnd, DeadlineExceeded, ModelFailure, NotReady, ServeError
-from app.replies import event, guarded, logprobs, timings, usage
+from app.replies import TextEvent, event, guarded, logprobs, timings, usage
 from app.sequence import TokenLogprobs
 from app.text import TextCodec
 
@@ -21,6 +21,15 @@ CODEC = TextCodec(byte_level_tokenizer(), frozenset())
 
 def test_event_is_one_line_whatever_the_text() -> None:
     assert event({"text": "a\n\r\n\u2028b"}) == 'data: {"text":"a\\n\\r\\n\u2028b"}\n\n'.encode()
+
+
+@pytest.mark.parametrize("text", ["a", '"\\"', "\0text\0", "\n\u2028\U0001f642", ""])
+def test_event_of_a_text_is_the_one_that_is_framed_whole(text: str) -> None:
+    def whole(text: str) -> bytes:
+        return event({"model": "\0text\0", "text": text, "usage": None})
+
+    framed = TextEvent(whole)
+    assert [framed.frame(text), framed.frame("b")] == [whole(text), whole("b")]
 
 
 def test_usage_adds_up() -> None:
