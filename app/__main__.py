@@ -37,6 +37,7 @@ def main() -> int:
     # A container's first process gets only the signals that it asks for. Nothing to drain yet.
     for number in _SIGNALS:
         signal.signal(number, lambda *_: os._exit(0))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the load reads what is there now anyway
     limit_threads(settings.threads or available_cpus())
     # Settings are right: only now the slower imports.
     import gevent
@@ -44,6 +45,7 @@ def main() -> int:
     from .bridge import State
     from .errors import WrongSetting
     from .service import Service
+    from .switch import reload
 
     tell_hub_errors(gevent.get_hub())
     service = Service(settings)
@@ -51,12 +53,13 @@ def main() -> int:
         return 2
     for number in _SIGNALS:
         gevent.signal_handler(number, service.drain.hear)
+    gevent.signal_handler(signal.SIGHUP, reload, service)
     service.bridge.start()
     for words, server in servers.items():
         server.start()
         log.info("%s on http://%s:%d", words, server.server_host, server.server_port)
     gevent.spawn(service.guard.keep)
-    service.bridge.ended.wait()
+    service.ended.wait()
     gevent.joinall([gevent.spawn(server.stop, 1) for server in servers.values()])
     if service.bridge.state is State.FAILED:
         print(f"cannot serve: {_told(service.bridge.failure)}", file=sys.stderr)

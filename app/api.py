@@ -9,14 +9,16 @@ from typing import Any
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
+from .admin_api import admin_routes
 from .cors import Cors
 from .docs_page import docs_routes
 from .errors import ClientLeft, PayloadTooLarge, ServeError, UnreadableBody, error_body
 from .generate_api import generate_routes
-from .http import begin_request, json_response, note
+from .http import begin_request, give_back, json_response, note
 from .openai_api import openai_routes
 from .ops_api import READY, ops_routes
 from .service import Service
+from .switch import loading_folder
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ def create_app(service: Service) -> Flask:
     app = _new_app(service)
     app.wsgi_app = service.drain.counting(app.wsgi_app)  # type: ignore[method-assign]
     app.wsgi_app = service.guard.releasing(app.wsgi_app)  # type: ignore[method-assign]
+    app.teardown_request(give_back)
     if service.settings.cors_origins:
         cors = Cors(service.settings.cors_origins)
         app.before_request(cors.preflight)
@@ -33,6 +36,7 @@ def create_app(service: Service) -> Flask:
     app.register_blueprint(generate_routes(service))
     app.register_blueprint(openai_routes(service))
     app.register_blueprint(docs_routes())
+    app.register_blueprint(admin_routes(service))
     if not service.settings.ops_port:
         app.register_blueprint(ops_routes(service))
 
@@ -43,7 +47,7 @@ def create_app(service: Service) -> Flask:
 
     @app.get("/info")
     def info() -> Response:
-        return json_response(service.model.info)
+        return json_response(service.current.model.info | {"loading": loading_folder(service)})
 
     return app
 

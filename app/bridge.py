@@ -41,6 +41,7 @@ _SWITCH_INTERVAL_SECONDS = 0.0005
 _STOP_SECONDS = 1.0  # for the step that runs: nobody waits for it any more
 _IDLE_TEST_SECONDS = 30.0
 _RETEST_SECONDS = 1.0
+_LOOK_SECONDS = 0.01  # for a thread's end, of which nothing tells the hub
 
 # Threads for work off the hub. Each kind has its own, so that it waits for its like only: a grammar
 # may take seconds, a text milliseconds.
@@ -259,6 +260,18 @@ class Bridge:
         else:
             gevent.spawn_later(_STOP_SECONDS, self.ended.set)
 
+    @property
+    def has_streams(self) -> bool:
+        """Is the engine still to end sequences?"""
+        return bool(self._streams)
+
+    def close(self) -> None:
+        """Behind `ended`: waits until the thread has ended, then lets go of the engine."""
+        while self._thread.is_alive():
+            gevent.sleep(_LOOK_SECONDS)
+        self._wake.close()
+        self._engine = self.failure = None
+
     # --- on the hub, woken by the engine thread -------------------------------------------------
 
     def _deliver(self) -> None:
@@ -290,6 +303,7 @@ class Bridge:
                 f"the load is not done within {self._max_load_seconds:g} s (MAX_LOAD_SECONDS); "
                 f"it is at: {self.pulse.stage}"
             )
+            self._inbox.put(None)  # for the thread, if the load is ever done
             self._change(State.FAILED)
 
     def _end_streams(self, reason: FinishReason) -> None:

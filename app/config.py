@@ -5,15 +5,16 @@ click checks every value before anything slow is imported, and its message names
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 
 from .edge_options import EDGE_OPTIONS
-from .errors import UnservableModel
+from .errors import UnservableModel, WrongSetting
 from .folder import find_graph, read_context_length
 from .key_options import KEY_OPTIONS
 from .keys import BadKeys, Key, check_apart, parse_file, read_file
@@ -43,6 +44,7 @@ class Settings:
     drain_seconds: int
     served_model_name: tuple[str, ...]
     log_level: str
+    admin_api_key: str = field(repr=False)  # empty: nobody may
     max_connections: int
     reserved_connections: int
     max_request_line: int
@@ -91,19 +93,36 @@ def _check(**values: Any) -> Settings:
     settings = Settings(**values)
     _check_keys(settings)
     try:
-        context = read_context_length(settings.model_path)
-        note = read_record(settings.model_path).context_note
+        check_folder(settings)
+    except WrongSetting as error:
+        raise click.BadParameter(
+            str(error).removeprefix("MAX_MODEL_LEN: "),
+            param_hint="'--max-model-len' (env var: 'MAX_MODEL_LEN')",
+        ) from None
     except UnservableModel as error:
         raise click.BadParameter(
             str(error), param_hint="'--model' (env var: 'MODEL_PATH')"
         ) from None
-    if settings.max_model_len > context:
-        raise click.BadParameter(
-            f"{settings.max_model_len} is more than the model's context of {context} tokens"
-            + (f" ({note})" if note else ""),
-            param_hint="'--max-model-len' (env var: 'MAX_MODEL_LEN')",
-        )
     return settings
+
+
+def check_folder(settings: Settings) -> None:
+    """What can be told of a folder before anything of it is loaded. Raises UnservableModel, and
+    WrongSetting for a MAX_MODEL_LEN that is not within its context."""
+    find_graph(settings.model_path)
+    context = read_context_length(settings.model_path)
+    note = read_record(settings.model_path).context_note
+    if settings.max_model_len > context:
+        raise WrongSetting(
+            f"MAX_MODEL_LEN: {settings.max_model_len} is more than the model's context of {context}"
+            f" tokens{f' ({note})' if note else ''}"
+        )
+
+
+def _admin_key(_: click.Context, __: click.Parameter, value: str) -> str:
+    if not re.fullmatch("[!-~]*", value):
+        raise click.BadParameter("a key has visible ASCII characters only, no spaces.")
+    return value
 
 
 def _check_keys(settings: Settings) -> None:
@@ -263,6 +282,14 @@ OPTIONS: list[click.Parameter] = [
         "Least severe message to log.",
         type=click.Choice(["debug", "info", "warning", "error"]),
         default="info",
+    ),
+    _option(
+        "--admin-api-key",
+        "admin_api_key",
+        "Key of `/admin/model`, which switches the model; empty turns that off. Better as a "
+        "variable, for others see a process's flags.",
+        default="",
+        callback=_admin_key,
     ),
     *EDGE_OPTIONS,
     *QUEUE_OPTIONS,

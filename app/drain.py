@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import gevent
 import gevent.event
 
-from .bridge import Bridge, State
+from .bridge import State
 from .errors import Draining
 
 log = logging.getLogger(__name__)
+
+
+class Work(Protocol):
+    """What ends: a bridge, or all of a service's."""
+
+    @property
+    def state(self) -> State: ...
+    def request_stop(self) -> None: ...
 
 
 class Drain:
@@ -26,14 +34,14 @@ class Drain:
 
     def __init__(
         self,
-        bridge: Bridge,
+        work: Work,
         pre_drain_seconds: float,
         drain_seconds: float,
         sleep: Callable[[float], object] = gevent.sleep,
     ) -> None:
         self.is_announced = False  # not ready any more
         self.is_closed = False  # no request is taken any more
-        self._bridge = bridge
+        self._work = work
         self._pre_drain_seconds = pre_drain_seconds
         self._drain_seconds = drain_seconds
         self._sleep = sleep
@@ -43,7 +51,7 @@ class Drain:
 
     def hear(self) -> None:
         """A signal to end. The second one ends at once; so does the first if nothing runs yet."""
-        if self.is_announced or self._bridge.state is not State.READY:
+        if self.is_announced or self._work.state is not State.READY:
             log.info("ending at once, %d requests open", self.num_open)
             self._end()
             return
@@ -80,7 +88,7 @@ class Drain:
 
     def _end(self) -> None:
         self.is_announced = self.is_closed = True
-        self._bridge.request_stop()
+        self._work.request_stop()
 
     def _open(self) -> None:
         self.num_open += 1

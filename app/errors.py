@@ -7,10 +7,13 @@
     |   |-- AnswerTooLong     400  the prompt leaves no room for so many tokens
     |   |-- DeadEnd           400  its grammar or its allowed tokens leave no token to choose
     |   |-- UnreadableBody    400  shorter than announced, or broken chunks
-    |   `-- MalformedRequest  400  not HTTP, or HTTP that could be read in two ways
+    |   |-- MalformedRequest  400  not HTTP, or HTTP that could be read in two ways
+    |   `-- UnservableFolder  400  the server cannot switch to that model
     |-- InvalidApiKey         401  none, or one that is not known
+    |-- AdminOff              403  the server has no key for it
     |-- ModelNotFound         404  another model than the one that is served
     |-- SlowClient            408  the request did not arrive in time
+    |-- SwitchRunning         409  another model is being loaded already
     |-- PayloadTooLarge       413
     |-- UriTooLong            414
     |-- UnsupportedMediaType  415
@@ -23,7 +26,8 @@
     |-- NotReady              503  loading, hung or failed
     |   `-- Draining          503  the server ends
     |-- TooManyConnections    503
-    `-- ModelFailure          500  the model run failed for this request
+    |-- ModelFailure          500  the model run failed for this request
+    `-- SwitchFailed          500  a model could not be loaded, though its folder is right
     UnservableModel           the folder cannot be served correctly; ends the process at start
     `-- WrongSetting          a setting asks for what this machine or model cannot do
 
@@ -112,6 +116,10 @@ class MalformedRequest(InvalidRequest):
     code = "malformed_request"
 
 
+class UnservableFolder(InvalidRequest):
+    code = "unservable_model"
+
+
 class InvalidApiKey(ServeError):
     status = 401
     type = "invalid_request_error"
@@ -119,6 +127,12 @@ class InvalidApiKey(ServeError):
 
     def headers(self) -> dict[str, str]:
         return super().headers() | {"WWW-Authenticate": "Bearer"}
+
+
+class AdminOff(ServeError):
+    status = 403
+    type = "invalid_request_error"
+    code = "admin_off"
 
 
 class ModelNotFound(ServeError):
@@ -131,6 +145,13 @@ class SlowClient(ServeError):
     status = 408
     type = "timeout_error"
     code = "request_timeout"
+
+
+class SwitchRunning(ServeError):
+    status = 409
+    type = "invalid_request_error"
+    code = "switch_running"
+    may_retry = False
 
 
 class PayloadTooLarge(ServeError):
@@ -229,6 +250,11 @@ class TooManyConnections(ServeError):
 
 class ModelFailure(ServeError):
     code = "model_failure"
+    may_retry = False
+
+
+class SwitchFailed(ServeError):
+    code = "switch_failed"
     may_retry = False
 
 

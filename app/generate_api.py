@@ -11,9 +11,18 @@ from .generate_requests import (
     GenerateRequest,
     TokenizeRequest,
 )
-from .http import ask, json_response, owner, read_deadline, read_request, send_stream, send_whole
+from .http import (
+    ask,
+    json_response,
+    owner,
+    read_deadline,
+    read_request,
+    send_stream,
+    send_whole,
+    take,
+)
 from .limits import check_ids
-from .service import Ask, Service
+from .service import Ask, Served, Service
 
 
 def generate_routes(service: Service) -> Blueprint:
@@ -21,9 +30,10 @@ def generate_routes(service: Service) -> Blueprint:
 
     @routes.post("/generate")
     def generate() -> Response:
-        codec, name = service.model.codec, service.model_names[0]
         asked = read_request(GenerateRequest, service.settings)
-        answer = service.submit(asked, _ask(service, asked))
+        served = take(service)
+        codec, name = served.model.codec, served.model_names[0]
+        answer = served.submit(asked, _ask(served, asked))
         if asked.stream:
             return send_stream(
                 answer,
@@ -38,29 +48,31 @@ def generate_routes(service: Service) -> Blueprint:
     @routes.post("/tokenize")
     def tokenize() -> Response:
         asked = read_request(TokenizeRequest, service.settings)
-        [ids] = service.encode(
+        served = take(service)
+        [ids] = served.encode(
             [asked.prompt],
             parse_special=bool(asked.parse_special),
             prefix=bool(asked.add_special_tokens),
             deadline_at=read_deadline(None, service.settings),
         )
-        limit = service.model.max_model_len
+        limit = served.model.max_model_len
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
 
     @routes.post("/detokenize")
     def detokenize() -> Response:
         asked = read_request(DetokenizeRequest, service.settings)
-        check_ids(asked.tokens, service.model.vocab_size, "tokens")
+        served = take(service)
+        check_ids(asked.tokens, served.model.vocab_size, "tokens")
         deadline_at = read_deadline(None, service.settings)
-        return json_response({"prompt": service.decode(asked.tokens, deadline_at)})
+        return json_response({"prompt": served.decode(asked.tokens, deadline_at)})
 
     return routes
 
 
-def _ask(service: Service, asked: GenerateRequest) -> Ask:
-    deadline_at = read_deadline(asked.timeout_ms, service.settings)
-    service.check_room(owner(), asked.num_choices)
-    prompts = service.encode(
+def _ask(served: Served, asked: GenerateRequest) -> Ask:
+    deadline_at = read_deadline(asked.timeout_ms, served.settings)
+    served.check_room(owner(), asked.num_choices)
+    prompts = served.encode(
         [asked.prompt], parse_special=bool(asked.parse_special), deadline_at=deadline_at
     )
     return ask(

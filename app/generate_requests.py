@@ -84,3 +84,17 @@ class DetokenizeRequest(Strict):
         max_length=MAX_TOKENS,
         description=f"a list of at most {MAX_TOKENS} token ids of the model's vocabulary",
     )
+
+
+class SwitchRequest(Strict):
+    """The body of `POST /admin/model`."""
+
+    path: str = Field(
+        min_length=1,
+        max_length=4096,
+        pattern=r"^[^\x00]*$",
+        description="path of a model folder on the server's machine, 1 to 4096 characters",
+    )
+    force: bool | None = Field(
+        None, description="true or false; true loads also what is served already, unchanged"
+    )

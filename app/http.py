@@ -22,7 +22,7 @@ from .errors import InvalidRequest, PayloadTooLarge, UnreadableBody, Unsupported
 from .limits import deadline
 from .protocol import parse
 from .replies import guarded, keep_alive, summary, usage
-from .service import Ask
+from .service import Ask, Served, Service
 
 if TYPE_CHECKING:
     from .completion import Answer, Delta
@@ -58,6 +58,19 @@ def begin_request() -> None:
             param="X-Request-Id",
         )
     g.request_id = given
+
+
+def take(service: Service) -> Served:
+    """The model that this request is answered by, to its end, whatever the server switches to."""
+    g.served = served = service.current
+    served.num_requests += 1
+    return served
+
+
+def give_back(_: object = None) -> None:
+    """Behind the view, however it ended: only what it has submitted still needs the model."""
+    if (served := g.pop("served", None)) is not None:
+        served.num_requests -= 1
 
 
 def read_request(model: type[M], settings: Settings) -> M:

@@ -1,4 +1,4 @@
-"""The Prometheus observer: hears what the engine does and counts it. Decides nothing.
+"""The Prometheus observer: hears what the engines do and counts it. Decides nothing.
 
 Names and bucket edges follow vLLM's (DESIGN 7), with our prefix.
 """
@@ -40,6 +40,8 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         # Off: a second series for each, which nothing reads.
         disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.current: EngineMetrics | None = None  # of the engine that new requests go to
+        self._engines: list[EngineMetrics] = []
 
         def histogram(name: str, help_: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"phi_serve_{name}", help_, buckets=buckets, registry=registry)
@@ -64,11 +66,14 @@ class Metrics:
             "e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_BUCKETS
         )
         self._batch = histogram("batch_size", "Rows that run in a step.", _BATCH_BUCKETS)
-        self._limit = gauge(
+        limit = gauge(
             "batch_limit", "Most rows that may run: fewer for a while after memory ran out."
         )
-        self._running = gauge("num_requests_running", "Requests in the batch.")
-        self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
+        limit.set_function(lambda: self.current.batch_limit if self.current else 0)
+        running = gauge("num_requests_running", "Requests in the batch.")
+        running.set_function(lambda: sum(engine.num_running for engine in self._engines))
+        waiting = gauge("num_requests_waiting", "Requests in the queue.")
+        waiting.set_function(lambda: sum(engine.num_waiting for engine in self._engines))
         self._queued_tokens = gauge("queued_prompt_tokens", "Prompt tokens of the queue.")
         self._wait = gauge(
             "estimated_wait_seconds", "Expected in the queue, for a request that comes now."
@@ -125,12 +130,32 @@ class Metrics:
         if sequence.last_token_at is not None:
             self._e2e.observe(sequence.last_token_at - sequence.arrived_at)
 
-    def counted(self, num_waiting: int, num_running: int) -> None:
-        self._waiting.set(num_waiting)
-        self._running.set(num_running)
-
-    def limited(self, batch_limit: int) -> None:
-        self._limit.set(batch_limit)
-
     def rejected(self, code: str) -> None:
         self._rejected.labels(code).inc()
+
+    def of_engine(self) -> EngineMetrics:
+        """The observer of one more engine; the first is the current one."""
+        engine = EngineMetrics(self)
+        self.current = self.current or engine
+        self._engines = [*self._engines, engine]  # a scrape may be going through the old list
+        return engine
+
+    def forget(self, engine: EngineMetrics) -> None:
+        """It has ended. What it has counted stays counted."""
+        self._engines = [each for each in self._engines if each is not engine]
+
+
+class EngineMetrics:
+    """The observer of one engine. While models are switched there are two: requests in their queues
+    and batches add up, `batch_limit` is that of the current one."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.stepped, self.spoiled = metrics.stepped, metrics.spoiled
+        self.advanced, self.finished = metrics.advanced, metrics.finished
+        self.num_waiting = self.num_running = self.batch_limit = 0
+
+    def counted(self, num_waiting: int, num_running: int) -> None:
+        self.num_waiting, self.num_running = num_waiting, num_running
+
+    def limited(self, batch_limit: int) -> None:
+        self.batch_limit = batch_limit

@@ -8,7 +8,16 @@ from flask import Blueprint, Response
 
 from .errors import InvalidRequest, ModelNotFound
 from .fields import MAX_CHOICES, Structure
-from .http import ask, json_response, owner, read_deadline, read_request, send_stream, send_whole
+from .http import (
+    ask,
+    json_response,
+    owner,
+    read_deadline,
+    read_request,
+    send_stream,
+    send_whole,
+    take,
+)
 from .limits import check_ids, check_messages
 from .openai_replies import ChatReply, CompletionReply, Reply
 from .openai_requests import (
@@ -18,7 +27,7 @@ from .openai_requests import (
     RenderRequest,
 )
 from .schema import check_size
-from .service import Ask, Service
+from .service import Ask, Served, Service
 from .tool_calls import ToolParser
 from .tool_grammar import ToolForm
 from .tools import ToolUse
@@ -35,49 +44,52 @@ def openai_routes(service: Service) -> Blueprint:
     @routes.post("/completions")
     def completions() -> Response:
         asked = read_request(CompletionRequest, service.settings)
-        _check_model(service, asked.model)
-        answer = service.submit(asked, _ask_completion(service, asked))
-        return _send(
-            service, asked, CompletionReply(answer, service.model.codec, _name(service, asked))
-        )
+        served = take(service)
+        _check_model(served, asked.model)
+        answer = served.submit(asked, _ask_completion(served, asked))
+        codec, name = served.model.codec, _name(served, asked)
+        return _send(service, asked, CompletionReply(answer, codec, name))
 
     @routes.post("/chat/completions")
     def chat_completions() -> Response:
         asked = read_request(ChatRequest, service.settings)
-        _check_model(service, asked.model)
+        served = take(service)
+        _check_model(served, asked.model)
         use = asked.tool_use()
-        answer = service.submit(asked, _ask_chat(service, asked, use))
-        parsers = [_tool_parser(service, use) for _ in answer.completions] if use else None
-        codec, name = service.model.codec, _name(service, asked)
+        answer = served.submit(asked, _ask_chat(served, asked, use))
+        parsers = [_tool_parser(served, use) for _ in answer.completions] if use else None
+        codec, name = served.model.codec, _name(served, asked)
         return _send(service, asked, ChatReply(answer, codec, name, parsers))
 
     @routes.post("/chat/render")
     def chat_render() -> Response:
         asked = read_request(RenderRequest, service.settings)
+        served = take(service)
         deadline_at = read_deadline(None, service.settings)
         use = asked.tool_use()
-        rendered = _render(service, asked, use, deadline_at)
-        if (structure := _tools_structure(service, use)) and service.model.grammars is not None:
+        rendered = _render(served, asked, use, deadline_at)
+        if (structure := _tools_structure(served, use)) and served.model.grammars is not None:
             # What a request for an answer would be refused for.
-            service.compile(structure, deadline_at)
+            served.compile(structure, deadline_at)
         return json_response(
             {
                 "prompt": rendered.text,
                 "tokens": rendered.token_ids,
                 "count": len(rendered.token_ids),
-                "max_model_len": service.model.max_model_len,
+                "max_model_len": served.model.max_model_len,
             }
         )
 
     @routes.get("/models")
     def models() -> Response:
-        data = [_describe(service, name) for name in service.model_names]
+        served = service.current
+        data = [_describe(served, name) for name in served.model_names]
         return json_response({"object": "list", "data": data})
 
     @routes.get("/models/<path:name>")
     def model(name: str) -> Response:
-        _check_model(service, name)
-        return json_response(_describe(service, name))
+        _check_model(service.current, name)
+        return json_response(_describe(service.current, name))
 
     return routes
 
@@ -93,18 +105,18 @@ def _send(service: Service, asked: OpenAIFields, reply: Reply) -> Response:
     return send_whole(reply.answer, reply.whole)
 
 
-def _ask_completion(service: Service, asked: CompletionRequest) -> Ask:
+def _ask_completion(served: Served, asked: CompletionRequest) -> Ask:
     if len(asked.prompts) * asked.num_choices > MAX_CHOICES:
         raise InvalidRequest(
             f"prompt: {len(asked.prompts)} prompts with n={asked.num_choices} answers each are "
             f"more than {MAX_CHOICES} choices",
             param="prompt",
         )
-    deadline_at = read_deadline(asked.timeout_ms, service.settings)
-    service.check_room(owner(), len(asked.prompts) * asked.num_choices)
-    prompts = _prompt_ids(service, asked.prompts, deadline_at)
+    deadline_at = read_deadline(asked.timeout_ms, served.settings)
+    served.check_room(owner(), len(asked.prompts) * asked.num_choices)
+    prompts = _prompt_ids(served, asked.prompts, deadline_at)
     for prompt in prompts:
-        check_ids(prompt, service.model.vocab_size, "prompt")
+        check_ids(prompt, served.model.vocab_size, "prompt")
     return ask(
         prompts,
         deadline_at,
@@ -116,17 +128,17 @@ def _ask_completion(service: Service, asked: CompletionRequest) -> Ask:
 
 
 def _prompt_ids(
-    service: Service, prompts: list[str] | list[list[int]], deadline_at: float | None
+    served: Served, prompts: list[str] | list[list[int]], deadline_at: float | None
 ) -> list[list[int]]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
-    return service.encode(texts, deadline_at=deadline_at) if texts else ids
+    return served.encode(texts, deadline_at=deadline_at) if texts else ids
 
 
-def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
-    deadline_at = read_deadline(asked.timeout_ms, service.settings)
-    service.check_room(owner(), asked.num_choices)
-    rendered = _render(service, asked, use, deadline_at)
+def _ask_chat(served: Served, asked: ChatRequest, use: ToolUse | None) -> Ask:
+    deadline_at = read_deadline(asked.timeout_ms, served.settings)
+    served.check_room(owner(), asked.num_choices)
+    rendered = _render(served, asked, use, deadline_at)
     structure = asked.structure()
     if use is not None and structure is not None:
         raise InvalidRequest(
@@ -134,7 +146,7 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
             'tool_choice "none" leaves them out',
             param="response_format",
         )
-    marker_ids = service.model.chat.marker_ids if use else {}
+    marker_ids = served.model.chat.marker_ids if use else {}
     return ask(
         [rendered.token_ids],
         deadline_at,
@@ -142,48 +154,48 @@ def _ask_chat(service: Service, asked: ChatRequest, use: ToolUse | None) -> Ask:
         prompt_field="messages",
         max_tokens=asked.max_tokens or asked.max_completion_tokens,
         max_tokens_field="max_completion_tokens" if asked.max_completion_tokens else "max_tokens",
-        structure=structure or _tools_structure(service, use),
+        structure=structure or _tools_structure(served, use),
         visible_ids=frozenset(marker_ids.values()),
     )
 
 
 def _render(
-    service: Service, asked: RenderRequest, use: ToolUse | None, deadline_at: float | None
+    served: Served, asked: RenderRequest, use: ToolUse | None, deadline_at: float | None
 ) -> Rendered:
     """Raises InvalidRequest; about tools before the template, which writes them, runs."""
-    check_messages(len(asked.messages), service.model.max_model_len)
+    check_messages(len(asked.messages), served.model.max_model_len)
     for i, tool in enumerate(use.tools if use else ()):
         try:
             check_size(tool.parameters)
         except ValueError as error:
             field = f"tools[{i}].function.parameters"
             raise InvalidRequest(f"{field}: {error}", param=field) from None
-    return service.render(asked.template_messages, use, deadline_at)
+    return served.render(asked.template_messages, use, deadline_at)
 
 
-def _tools_structure(service: Service, use: ToolUse | None) -> Structure | None:
+def _tools_structure(served: Served, use: ToolUse | None) -> Structure | None:
     """The form of an answer with calls; `_render` has taken the tools."""
     if use is None:
         return None
-    chat = service.model.chat
+    chat = served.model.chat
     assert chat.tool_format is not None  # rendering has refused otherwise
     form = ToolForm(use, chat.tool_format, chat.marker_ids)
     # Where answers cannot be held to a form, calls that need not come are still found in them.
-    if not form.is_held or (service.model.grammars is None and not form.is_needed):
+    if not form.is_held or (served.model.grammars is None and not form.is_needed):
         return None
     return Structure("tools", "tools", form, is_free=not use.is_forced)
 
 
-def _tool_parser(service: Service, use: ToolUse) -> ToolParser:
-    format_ = service.model.chat.tool_format
+def _tool_parser(served: Served, use: ToolUse) -> ToolParser:
+    format_ = served.model.chat.tool_format
     assert format_ is not None
     names = {tool.name for tool in use.callable}
     return ToolParser(format_, names, None if use.is_parallel else 1, is_forced=use.is_forced)
 
 
-def _check_model(service: Service, name: str | None) -> None:
-    if name is not None and name not in service.model_names:
-        known = ", ".join(service.model_names)
+def _check_model(served: Served, name: str | None) -> None:
+    if name is not None and name not in served.model_names:
+        known = ", ".join(served.model_names)
         raise ModelNotFound(
             f"model: {name:.200} is not served here; what is: {known} (SERVED_MODEL_NAME adds "
             "names)",
@@ -191,15 +203,15 @@ def _check_model(service: Service, name: str | None) -> None:
         )
 
 
-def _name(service: Service, asked: OpenAIFields) -> str:
-    return asked.model or service.model_names[0]
+def _name(served: Served, asked: OpenAIFields) -> str:
+    return asked.model or served.model_names[0]
 
 
-def _describe(service: Service, name: str) -> dict[str, object]:
+def _describe(served: Served, name: str) -> dict[str, object]:
     return {
         "id": name,
         "object": "model",
-        "created": service.model.created_at,
+        "created": served.model.created_at,
         "owned_by": "phi-serve",
-        "max_model_len": service.model.max_model_len,
+        "max_model_len": served.model.max_model_len,
     }

@@ -21,9 +21,11 @@ Json = dict[str, Any]
 _SCHEMAS = "#/components/schemas/"
 ERRORS = {
     400: "The body, a field of it or a header is wrong; `param` names it.",
-    401: "The server has API keys, and the request has none of them.",
+    401: "The request does not carry a key that is needed (`Authorization: Bearer KEY`).",
+    403: "The server has no ADMIN_API_KEY.",
     404: "Another model than the one that is served.",
     408: "The body did not arrive in time.",
+    409: "Another model is being loaded already.",
     413: "The body is larger than MAX_BODY_BYTES.",
     415: "The Content-Type is not application/json.",
     429: "Too much waits already (overloaded), or the API key's requests or tokens of a minute, or "
@@ -68,7 +70,12 @@ def build_document() -> Json:
                     "type": "http",
                     "scheme": "bearer",
                     "description": "Only if the server has keys (API_KEYS, API_KEYS_FILE).",
-                }
+                },
+                "AdminKey": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "The key of ADMIN_API_KEY.",
+                },
             },
             "parameters": _PARAMETERS,
         },
@@ -112,6 +119,8 @@ def _operation(route: Route) -> Json:
     }
     if not is_open(route.path):
         operation["security"] = [{"ApiKey": []}, {}]
+    if route.path.startswith("/admin/"):
+        operation["security"] = [{"AdminKey": []}]
     if route.request is not None:
         content = {"schema": _schema(route.request), "example": route.example}
         operation["requestBody"] = {"required": True, "content": {JSON: content}}

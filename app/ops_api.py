@@ -21,7 +21,7 @@ def ops_routes(service: Service) -> Blueprint:
     @routes.get("/health/ready")
     def ready() -> Response:
         service.check_ready()
-        return json_response({"status": "ready", "model": service.model_names[0]})
+        return json_response({"status": "ready", "model": service.current.model_names[0]})
 
     @routes.get("/metrics")
     def metrics() -> Response:

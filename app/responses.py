@@ -251,3 +251,33 @@ class InfoReply(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str
+    loading: LoadingFolder | None  # that the server is switching to
+
+
+class LoadingFolder(Body):
+    folder: str
+    stage: str
+
+
+class ServedModel(Body):
+    model: str | None  # null until it is loaded
+    path: str
+
+
+class LoadingModel(Body):
+    path: str
+    stage: str
+
+
+class AdminModelReply(ServedModel):
+    """`retiring`: they were switched from, and still answer requests."""
+
+    loading: LoadingModel | None
+    retiring: list[ServedModel]
+
+
+class SwitchReply(ServedModel):
+    """`switched` is false if the model was served already, unchanged."""
+
+    switched: bool
+    seconds: float

@@ -1,4 +1,4 @@
-"""What the routes work with: settings, metrics, the bridge and, once loaded, the model's text side.
+"""What the routes work with: the server's settings and metrics, and the model that is served.
 
 `_load` runs on the engine thread and imports `loading` there, so that the hub answers health checks
 from the first moment.
@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gevent.event import Event
 from prometheus_client import CollectorRegistry
 
 from .backlog import Backlog
 from .bridge import Bridge, State
 from .completion import Answer, Completion
-from .config import Settings
+from .config import Settings, check_folder
 from .departure import Departure
 from .drain import Drain
 from .errors import Draining, InvalidRequest, NotReady
@@ -31,7 +32,8 @@ from .limits import (
     check_token_ids,
     resolve_max_tokens,
 )
-from .metrics import Metrics
+from .metrics import EngineMetrics, Metrics
+from .origin import Origin, read_origin
 from .quota import Quotas
 from .sequence import Constraint, FinishReason, SamplingParams, Sequence
 
@@ -73,22 +75,40 @@ class Ask:
     visible_ids: frozenset[int] = field(default_factory=frozenset)  # control tokens to be shown
 
 
-class Service:
-    def __init__(self, settings: Settings) -> None:
+class Served:
+    """One model with its engine's thread, and what a request can ask of both.
+
+    A request takes it once (`http.take`) and keeps to it: the server may switch to another model
+    at any time.
+    """
+
+    def __init__(
+        self, settings: Settings, observer: EngineMetrics, load: Callable[[Served], Engine]
+    ) -> None:
+        """`load` runs on the engine's thread and fills `loaded`."""
         self.settings = settings
-        self.registry = CollectorRegistry()
-        self.metrics = Metrics(self.registry)
+        self.observer = observer
         backlog = Backlog(
             settings.max_queued_requests, settings.max_queued_tokens, settings.prefill_chunk
         )
         self.bridge = Bridge(
-            self._load, settings.max_step_seconds, backlog, settings.max_load_seconds
+            partial(self._load, load),
+            settings.max_step_seconds,
+            backlog,
+            settings.max_load_seconds,
         )
-        self.metrics.watch(lambda: self.bridge.backlog)
-        self.drain = Drain(self.bridge, settings.pre_drain_seconds, settings.drain_seconds)
-        ring = KeyRing(settings.api_keys, settings.api_keys_file)
-        self.guard = Guard(ring, Quotas())
-        self._model: LoadedModel | None = None
+        self.loaded: LoadedModel | None = None
+        self.origin: Origin | None = None  # what it was loaded from
+        self.num_requests = 0  # that have taken it, and may still submit
+
+    @property
+    def is_in_use(self) -> bool:
+        return self.num_requests > 0 or self.bridge.has_streams
+
+    def close(self) -> None:
+        """Its bridge has ended: waits for the thread, and lets go of all that was loaded."""
+        self.bridge.close()
+        self.loaded = None
 
     @property
     def model(self) -> LoadedModel:
@@ -96,21 +116,14 @@ class Service:
 
         Failed steps do not count here: the next request may well succeed.
         """
-        if self._model is None or self.bridge.state is not State.READY:
+        if self.loaded is None or self.bridge.state is not State.READY:
             self.bridge.check_served()
             raise NotReady("the model is not loaded")
-        return self._model
+        return self.loaded
 
     def check_room(self, owner: str, num_choices: int) -> None:
         """Raises Overloaded, before anything is tokenized, if so many choices are too many."""
         self.bridge.check_room(owner, num_choices, num_choices)  # of a token each, at least
-
-    def check_ready(self) -> None:
-        """Raises NotReady, with the reason, if no more requests should be sent here."""
-        if self.drain.is_announced:
-            raise Draining("the server is draining: it ends once its requests are done")
-        if (reason := self.bridge.why_not_ready) is not None:
-            raise NotReady(reason)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -202,6 +215,11 @@ class Service:
         work = partial(compilers[structure.kind], structure.source, structure.field)
         return self.bridge.off_hub(work, "grammar", deadline_at)
 
+    def _load(self, load: Callable[[Served], Engine]) -> Engine:
+        # First: what changes while it is read has changed.
+        self.origin = read_origin(self.settings.model_path)
+        return load(self)
+
     def _choices(
         self,
         fields: SamplingFields,
@@ -235,17 +253,85 @@ class Service:
             for choice in range(fields.num_choices)
         ]
 
-    def _load(self) -> Engine:
+
+class Service:
+    """What stays when the model is switched, and `current`: the model that new requests get.
+
+    `loading` is to become the current one (`switch.py`); those `retiring` were, and still have
+    requests.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.registry = CollectorRegistry()
+        self.metrics = Metrics(self.registry)
+        self.ended = Event()  # the current engine has
+        self.current = self.prepare(settings)
+        self.metrics.watch(lambda: self.bridge.backlog)
+        self.loading: Served | None = None
+        self.retiring: list[Served] = []
+        self.drain = Drain(self, settings.pre_drain_seconds, settings.drain_seconds)
+        ring = KeyRing(settings.api_keys, settings.api_keys_file)
+        self.guard = Guard(ring, Quotas())
+
+    @property
+    def bridge(self) -> Bridge:
+        return self.current.bridge
+
+    @property
+    def state(self) -> State:
+        return self.bridge.state
+
+    def prepare(self, settings: Settings) -> Served:
+        """The model of these settings; it loads when its bridge is started."""
+        served = Served(settings, self.metrics.of_engine(), self._load)
+        served.bridge.ended.rawlink(lambda _: self._hear_end(served))
+        return served
+
+    def adopt(self, served: Served) -> Served:
+        """New requests get it from now on; the one that they got until now, which retires."""
+        old, self.current = self.current, served
+        self.metrics.current = served.observer
+        self.retiring.append(old)
+        return old
+
+    def discard(self, served: Served) -> None:
+        """It has ended, or never served; waits for its thread."""
+        served.close()
+        self.metrics.forget(served.observer)
+        if served in self.retiring:
+            self.retiring.remove(served)
+
+    def request_stop(self) -> None:
+        """Of every engine; `ended` tells when the current one has."""
+        loading = [self.loading] if self.loading else []
+        for served in (*self.retiring, *loading, self.current):
+            served.bridge.request_stop()
+
+    def check_ready(self) -> None:
+        """Raises NotReady, with the reason, if no more requests should be sent here."""
+        if self.drain.is_announced:
+            raise Draining("the server is draining: it ends once its requests are done")
+        if (reason := self.bridge.why_not_ready) is not None:
+            raise NotReady(reason)
+
+    def _hear_end(self, served: Served) -> None:
+        if served is self.current:
+            self.ended.set()
+
+    def _load(self, served: Served) -> Engine:
         from .graph import read_graph
 
-        enter = self.bridge.pulse.enter
+        enter = served.bridge.pulse.enter
         started_at = time.monotonic()
         enter("reading the graph")
-        graph = read_graph(self.settings.model_path)
+        check_folder(served.settings)
+        graph = read_graph(served.settings.model_path)
 
         enter("importing libraries")
         from .loading import load  # seconds: a missing file has been told by now
 
-        engine, self._model = load(graph, self.settings, self.metrics, enter)
-        log.info("loaded %s in %.1f s", self._model.info, time.monotonic() - started_at)
+        engine, loaded = load(graph, served.settings, served.observer, enter)
+        served.loaded = loaded
+        log.info("loaded %s in %.1f s", loaded.info, time.monotonic() - started_at)
         return engine

@@ -79,12 +79,12 @@ class CountingModel:
 
 
 class PacedServer(app.service.Service):
-    def _load(self) -> Engine:
+    def _load(self, served: app.service.Served) -> Engine:
         rows, chunk = self.settings.max_batch_size, self.settings.prefill_chunk
         scheduler = Scheduler(rows, CONTEXT, chunk, frozenset())
         pace = float(os.environ["PACE_MS"]) / 1000
         model = CountingModel(pace, Path(os.environ["PACE_FILE"]))
-        self._model: Any = SimpleNamespace(
+        loaded: Any = SimpleNamespace(
             name="paced",
             codec=Codec(),
             max_model_len=CONTEXT,
@@ -94,7 +94,8 @@ class PacedServer(app.service.Service):
             chat=Chat(),
             grammars=None,
         )
-        return Engine(model, NoCache(), scheduler, self.metrics)  # type: ignore[arg-type]
+        served.loaded = loaded
+        return Engine(model, NoCache(), scheduler, served.observer)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

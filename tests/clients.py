@@ -17,7 +17,7 @@ from app.api import create_app
 from app.engine import Engine
 from app.scheduler import Scheduler
 from app.sequence import StepPlan
-from app.service import Service
+from app.service import Served, Service
 from app.text import TextCodec
 
 from .engines import TokenCache, loaded_model
@@ -64,13 +64,13 @@ class ToldService(Service):
         super().__init__(SETTINGS)
         self.codec = codec
 
-    def _load(self) -> Engine:
+    def _load(self, served: Served) -> Engine:
         vocab_size = self.codec.vocab_size
-        self._model = loaded_model(MODEL, self.codec, CONTEXT, vocab_size)
+        served.loaded = loaded_model(MODEL, self.codec, CONTEXT, vocab_size)
         self.told = ToldModel(vocab_size)
         scheduler = Scheduler(4, CONTEXT, 4096, self.codec.eos_ids)
         cache: Any = TokenCache(4)
-        return Engine(self.told, cache, scheduler, self.metrics)
+        return Engine(self.told, cache, scheduler, served.observer)
 
 
 class Told:

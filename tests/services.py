@@ -17,7 +17,7 @@ from app.config import Settings
 from app.edge_options import EDGE_OPTIONS
 from app.engine import Engine
 from app.queue_options import QUEUE_OPTIONS
-from app.service import Service
+from app.service import Served, Service
 from app.text import TextCodec
 
 from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
@@ -47,6 +47,7 @@ SETTINGS = Settings(
         (),
         "info",
     ),
+    admin_api_key="",
     **EDGE,
     api_keys=(),
     api_keys_file=None,
@@ -68,10 +69,10 @@ class StubService(Service):
         super().__init__(settings)
         self._shape = shape
 
-    def _load(self) -> Engine:
+    def _load(self, served: Served) -> Engine:
         shape = {"max_model_len": CONTEXT} | self._shape
-        engine, self.stub = stub_engine(observer=self.metrics, **shape)
-        self._model = loaded_model("stub", CODEC, shape["max_model_len"], STUB_VOCAB)
+        engine, self.stub = stub_engine(observer=served.observer, **shape)
+        served.loaded = loaded_model("stub", CODEC, shape["max_model_len"], STUB_VOCAB)
         return engine
 
     def is_idle(self) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import app.service
 from app.__main__ import main
-from app.service import Service
+from app.service import Served, Service
 
 if TYPE_CHECKING:
     from app.engine import Engine
@@ -47,9 +47,9 @@ class Mortal:
 
 
 class StubServer(Service):
-    def _load(self) -> Engine:
+    def _load(self, served: Served) -> Engine:
         if "LOAD_GATE" in os.environ:
-            self.bridge.pulse.enter("waiting for a file")
+            served.bridge.pulse.enter("waiting for a file")
             wait_for_file(Path(os.environ["LOAD_GATE"]))
         if "DEATH_GATE" in os.environ:
             return cast("Engine", Mortal())
@@ -57,8 +57,8 @@ class StubServer(Service):
         from .services import CODEC
 
         num_rows, max_len = self.settings.max_batch_size, self.settings.max_model_len
-        engine, stub = stub_engine(num_rows, max_len, observer=self.metrics)
-        self._model = loaded_model("stub", CODEC, max_len, STUB_VOCAB)
+        engine, stub = stub_engine(num_rows, max_len, observer=served.observer)
+        served.loaded = loaded_model("stub", CODEC, max_len, STUB_VOCAB)
         gate = Path(os.environ.get("STEP_GATE", os.devnull))
 
         def change(plan: StepPlan, logits: Any) -> None:

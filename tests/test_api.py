@@ -240,7 +240,7 @@ def test_a_bug_in_a_route_gets_a_500_without_a_trace(
     def fail(request: object) -> None:
         raise KeyError("secret detail")
 
-    monkeypatch.setattr(service, "submit", fail)
+    monkeypatch.setattr(service.current, "submit", fail)
     response = client.post("/generate", json={"prompt": "a"})
     assert response.status_code == 500
     assert response.get_json()["error"]["type"] == "server_error"

@@ -101,7 +101,12 @@ def test_ignored_fields_are_listed() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with LiveServer(ROOT / "models" / "default") as server:
+    key = "key-of-the-examples"
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        LiveServer(ROOT / "models" / "default", ADMIN_API_KEY=key) as server,
+    ):
+        patch.setenv("ADMIN_API_KEY", key)
         yield server.wait_ready()
 
 

@@ -125,7 +125,7 @@ def test_other_failures_are_not_tried_again() -> None:
 
 def test_metric_shows_the_limit_from_the_start() -> None:
     registry = CollectorRegistry()
-    engine, model = stub_engine(observer=Metrics(registry))
+    engine, model = stub_engine(observer=Metrics(registry).of_engine())
 
     def shown() -> float | None:
         return registry.get_sample_value("phi_serve_batch_limit")

@@ -79,8 +79,8 @@ def test_probe_that_was_written_passes_where_it_was_written(
 ) -> None:
     service = loaded_service(built(tiny_phi3.source, precision))
     assert service.bridge.failure is None
-    assert service._model is not None
-    assert service._model.info["probe"] == "passed"
+    assert service.current.loaded is not None
+    assert service.current.loaded.info["probe"] == "passed"
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

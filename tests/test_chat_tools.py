@@ -14,7 +14,7 @@ from flask.testing import FlaskClient
 
 from app.api import create_app
 from app.engine import Engine
-from app.service import Service
+from app.service import Served, Service
 from app.text import TextCodec
 
 from .engines import loaded_model, noise_engine
@@ -38,14 +38,14 @@ class NoiseService(Service):
         super().__init__(SETTINGS)
         self._name = name
 
-    def _load(self) -> Engine:
+    def _load(self, served: Served) -> Engine:
         tokenizer = chat(self._name).tokenizer
         codec = TextCodec(tokenizer, frozenset([tokenizer.eos_token_id]))
-        self._model = loaded_model("noise", codec, 4096, codec.vocab_size)
+        served.loaded = loaded_model("noise", codec, 4096, codec.vocab_size)
         return noise_engine(codec.vocab_size, codec.eos_ids)
 
     def lose_grammars(self) -> None:
-        self._model = replace(self.model, grammars=None)
+        self.current.loaded = replace(self.current.model, grammars=None)
 
 
 @pytest.fixture(scope="module", params=["qwen", "phi4"])
@@ -105,12 +105,12 @@ def test_schema_that_cannot_be_kept_is_an_error_for_a_strict_tool_alone(
 def test_forced_calls_need_a_tokenizer_that_grammars_can_be_made_for(
     service: NoiseService, client: FlaskClient
 ) -> None:
-    model = service.model
+    model = service.current.model
     service.lose_grammars()
     try:
         status, answer = ask(client, tool_choice="required")
         status_of_auto, _ = ask(client, max_tokens=5)
     finally:
-        service._model = model
+        service.current.loaded = model
     assert (status, status_of_auto) == (400, 200)
     assert "this model's tokenizer" in answer["error"]["message"]

@@ -111,7 +111,7 @@ def test_more_choices_than_a_request_may_have_are_refused(
     """And none of the prompts is encoded."""
     encoded: list[str] = []
     codec = SimpleNamespace(encode=lambda text, **_: encoded.append(text) or [1])
-    object.__setattr__(service.model, "codec", codec)
+    object.__setattr__(service.current.model, "codec", codec)
     status, error = error_of(client, "/v1/completions", prompt=["a"] * num_prompts, n=n)
     assert (status, error["param"]) == (400, "prompt")
     assert "more than 128 choices" in error["message"]

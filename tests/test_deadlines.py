@@ -254,7 +254,7 @@ def test_more_messages_than_the_context_has_tokens_are_refused_before_any_templa
     with running(StubService()) as service:
         client = create_app(service).test_client()
         rendered: list[Any] = []
-        object.__setattr__(service.model, "chat", SimpleNamespace(render=rendered.append))
+        object.__setattr__(service.current.model, "chat", SimpleNamespace(render=rendered.append))
         for path in ("/v1/chat/completions", "/v1/chat/render"):
             response = client.post(path, json={"messages": CHAT["messages"] * CONTEXT})
             error = response.get_json()["error"]

@@ -17,10 +17,11 @@ from openai import OpenAI
 
 from app import http
 from app.completion import Answer
+from app.config import Settings
 from app.departure import Departure
 from app.fields import SamplingFields
 from app.sequence import FinishReason, Sequence, StepPlan
-from app.service import Ask
+from app.service import Ask, Served
 
 from .services import CODEC, SETTINGS, StubService, events, running, until
 from .wire import WAYS, Client, listening
@@ -54,13 +55,19 @@ class WatchedService(StubService):
     """Remembers its answers."""
 
     def __init__(self) -> None:
-        super().__init__(SETTINGS, max_model_len=CONTEXT, max_batch_size=NUM_ROWS)
         self.answers: list[Answer] = []
+        super().__init__(SETTINGS, max_model_len=CONTEXT, max_batch_size=NUM_ROWS)
 
-    def submit(self, fields: SamplingFields, ask: Ask) -> Answer:
-        answer = super().submit(fields, ask)
-        self.answers.append(answer)
-        return answer
+    def prepare(self, settings: Settings) -> Served:
+        served = super().prepare(settings)
+        submit = served.submit
+
+        def remember(fields: SamplingFields, ask: Ask) -> Answer:
+            self.answers.append(submit(fields, ask))
+            return self.answers[-1]
+
+        served.submit = remember  # type: ignore[method-assign]
+        return served
 
     def count(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"phi_serve_{name}", labels) or 0.0
@@ -332,7 +339,7 @@ def test_nothing_is_submitted_for_a_client_that_left_meanwhile(
     """Its prompt was being tokenized, or its grammar compiled, on another thread."""
     caplog.set_level("INFO", "app")
     begun, go_on = threading.Event(), threading.Event()
-    owner = getattr(service.model, name)
+    owner = getattr(service.current.model, name)
     real = getattr(owner, part)
 
     def slow(*arguments: Any, **options: Any) -> Any:

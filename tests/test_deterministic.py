@@ -151,8 +151,8 @@ def test_info_says_whether_it_is_on(
     tiny_llama: TinyModel, arguments: list[str], expected: bool
 ) -> None:
     service = loaded_service(tiny_llama.folder, *arguments)
-    assert service._model is not None
-    assert service._model.info["deterministic"] is expected
+    assert service.current.loaded is not None
+    assert service.current.loaded.info["deterministic"] is expected
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 
 from app.api import create_app
 from app.engine import Engine
-from app.service import Service
+from app.service import Served, Service
 from app.text import TextCodec
 
 from .engines import loaded_model, scripted_engine
@@ -43,9 +43,9 @@ class ScriptedService(Service):
         super().__init__(SETTINGS)
         self._codec, self._script = codec, script
 
-    def _load(self) -> Engine:
-        self._model = loaded_model("scripted", self._codec, 4096, 32064)
-        return scripted_engine(self._script, self._codec.eos_ids, self.metrics)
+    def _load(self, served: Served) -> Engine:
+        served.loaded = loaded_model("scripted", self._codec, 4096, 32064)
+        return scripted_engine(self._script, self._codec.eos_ids, served.observer)
 
 
 @pytest.fixture

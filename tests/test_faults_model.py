@@ -15,6 +15,7 @@ from app.engine import Engine
 from app.kv_cache import KVCache
 from app.masks import MaskWorker
 from app.model import OnnxModel
+from app.service import Served
 from app.text import TextCodec
 
 from .conftest import TinyModel
@@ -32,11 +33,11 @@ class RealService(StubService):
         self._folder = folder
         self.stub = StubModel()  # for what asks for it; it is never run
 
-    def _load(self) -> Engine:
+    def _load(self, served: Served) -> Engine:
         engine = real_engine(self._folder, NUM_ROWS, 4, 64)
-        engine._observer = self.metrics
+        engine._observer = served.observer
         codec = TextCodec.load(self._folder)
-        self._model = loaded_model("tiny", codec, 64, codec.vocab_size)
+        served.loaded = loaded_model("tiny", codec, 64, codec.vocab_size)
         return engine
 
 

@@ -268,8 +268,8 @@ def test_microsofts_layout_is_served_as_it_is(genai: Path, tiny_phi3: TinyModel)
     assert not names & {"model.onnx", "config.json", "generation_config.json"}
     service = loaded_service(genai)
     assert service.bridge.failure is None
-    assert service._model is not None
-    info = service._model.info
+    assert service.current.loaded is not None
+    info = service.current.loaded.info
     assert (info["form"], info["graph_file"]) == ("fused", ODD_NAME)
     assert info["max_model_len"] == CONTEXT
     assert info["eos_token_ids"] == sorted(TextCodec.load(tiny_phi3.folder).eos_ids)

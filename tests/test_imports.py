@@ -27,6 +27,7 @@ OWN: dict[str, set[str]] = {
     "repetition": set(),
     "pulse": set(),
     "batch_limit": set(),
+    "origin": set(),
     "pace": set(),
     "stops": set(),
     "precision": set(),
@@ -118,10 +119,11 @@ OWN: dict[str, set[str]] = {
     },
     "service": {
         *{"backlog", "bridge", "completion", "config", "engine", "errors", "graph", "loading"},
-        "metrics",
-        *{"chat", "departure", "drain", "fields", "grammar", "limits", "sequence", "tools"},
-        *{"guard", "key_ring", "quota"},
+        *{"chat", "departure", "drain", "fields", "grammar", "limits", "metrics", "origin"},
+        *{"guard", "key_ring", "quota", "sequence", "tools"},
     },
+    "switch": {"bridge", "errors", "origin", "service"},
+    "admin_api": {"errors", "generate_requests", "http", "service", "switch"},
     "http": {
         *{"access", "completion", "config", "departure", "direct", "errors", "limits", "protocol"},
         *{"replies", "service"},
@@ -135,22 +137,24 @@ OWN: dict[str, set[str]] = {
     },
     "ops_api": {"http", "service"},
     "api": {
-        *{"cors", "docs_page", "errors", "generate_api", "http", "openai_api", "ops_api"},
-        "service",
+        *{"admin_api", "cors", "docs_page", "errors", "generate_api", "http", "openai_api"},
+        *{"ops_api", "service", "switch"},
     },
-    "__main__": {"api", "bridge", "config", "edge", "errors", "logs", "machine", "service"},
+    "__main__": {
+        *{"api", "bridge", "config", "edge", "errors", "logs", "machine", "service", "switch"},
+    },
 }
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
     "click": {"config", "edge_options", "key_options", "queue_options"},
     "flask": {
-        *{"api", "cors", "docs_page", "edge", "generate_api", "guard", "http", "openai_api"},
-        "ops_api",
+        *{"admin_api", "api", "cors", "docs_page", "edge", "generate_api", "guard", "http"},
+        *{"openai_api", "ops_api"},
     },
     "gevent": {
         *{"__main__", "bridge", "completion", "connection", "departure", "direct", "drain"},
-        *{"edge", "framing", "guard"},
+        *{"edge", "framing", "guard", "service", "switch"},
     },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar", "masks"},

@@ -155,10 +155,27 @@ def test_prompt_tokens_are_those_of_the_chunks_read(
 
 
 def test_gauges_show_the_last_count(registry: CollectorRegistry, metrics: Metrics) -> None:
-    metrics.counted(num_waiting=7, num_running=2)
-    metrics.counted(num_waiting=0, num_running=3)
+    engine = metrics.of_engine()
+    engine.counted(num_waiting=7, num_running=2)
+    engine.counted(num_waiting=0, num_running=3)
     shown = value(registry, "num_requests_waiting"), value(registry, "num_requests_running")
     assert shown == (0, 3)
+
+
+def test_engines_add_up_until_one_is_forgotten(
+    registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    """Two, while the server switches models; the limit is that of the one requests go to."""
+    old, new = metrics.of_engine(), metrics.of_engine()
+    old.limited(4)
+    new.limited(8)
+    old.counted(num_waiting=7, num_running=2)
+    new.counted(num_waiting=1, num_running=3)
+    names = ("num_requests_waiting", "num_requests_running", "batch_limit")
+    assert [value(registry, name) for name in names] == [8, 5, 4]
+    metrics.current = new
+    metrics.forget(old)
+    assert [value(registry, name) for name in names] == [1, 3, 8]
 
 
 def test_rows_without_finite_logits_add_up(registry: CollectorRegistry, metrics: Metrics) -> None:
@@ -204,7 +221,7 @@ def test_no_metric_is_created_twice(registry: CollectorRegistry, metrics: Metric
 def test_second_server_in_the_process_counts_apart(
     registry: CollectorRegistry, metrics: Metrics
 ) -> None:
-    Metrics(CollectorRegistry()).counted(num_waiting=4, num_running=4)
+    Metrics(CollectorRegistry()).of_engine().counted(num_waiting=4, num_running=4)
     assert value(registry, "num_requests_waiting") == 0
 
 

@@ -51,8 +51,8 @@ def test_fp16_on_the_cpu_is_served_and_told(
 ) -> None:
     service = loaded_service(fp16_folder, "--device", device)
     assert service.bridge.failure is None
-    assert service._model is not None
-    info = service._model.info
+    assert service.current.loaded is not None
+    info = service.current.loaded.info
     assert info["precision_mismatch"] is True
     [warning] = info["warnings"]
     assert "fp16" in warning
@@ -68,8 +68,11 @@ def test_fp16_on_the_cpu_is_refused_in_strict_mode(fp16_folder: Path) -> None:
 def test_fp32_on_the_cpu_is_served_in_strict_mode(tiny_llama: TinyModel) -> None:
     service = loaded_service(tiny_llama.folder, "--strict-precision")
     assert service.bridge.failure is None
-    assert service._model is not None
-    assert (service._model.info["precision_mismatch"], service._model.info["warnings"]) == (
+    assert service.current.loaded is not None
+    assert (
+        service.current.loaded.info["precision_mismatch"],
+        service.current.loaded.info["warnings"],
+    ) == (
         False,
         [],
     )

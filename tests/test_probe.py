@@ -114,13 +114,13 @@ def test_probe_longer_than_a_row_is_read_all_the_same(
     folder = copy_of(tiny_llama.folder, tmp_path, probe=probe)
     service = loaded_service(folder, "--max-model-len", "4", "--prefill-chunk", "2")
     assert service.bridge.failure is None
-    assert service._model is not None
-    assert service._model.info["probe"] == "passed"
+    assert service.current.loaded is not None
+    assert service.current.loaded.info["probe"] == "passed"
 
 
 def test_folder_without_a_probe_is_served(tiny_llama: TinyModel, tmp_path: Path) -> None:
     folder = copy_of(tiny_llama.folder, tmp_path, probe=None)
     service = loaded_service(folder)
     assert service.bridge.failure is None
-    assert service._model is not None
-    assert service._model.info["probe"] == "none"
+    assert service.current.loaded is not None
+    assert service.current.loaded.info["probe"] == "none"

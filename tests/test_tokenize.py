@@ -52,7 +52,7 @@ LOOKALIKES = [
 def clients() -> Iterator[dict[str, FlaskClient]]:
     """One service, with each of the tokenizers in turn."""
     with running(StubService()) as service:
-        model = service.model
+        model = service.current.model
 
         class Client(FlaskClient):
             name: str

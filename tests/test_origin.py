@@ -1,0 +1,61 @@
+"""What counts as another model at the same place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app.origin import read_origin
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "v1"
+    (folder / "onnx").mkdir(parents=True)
+    (folder / "onnx" / "model.onnx").write_text("graph")
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def replace_by_its_like(folder: Path) -> None:
+    new = folder.parent / "new"
+    new.write_text("{}")
+    new.replace(folder / "config.json")
+
+
+def test_same_files_are_the_same_model_by_whatever_path(folder: Path) -> None:
+    link = folder.with_name("current")
+    link.symlink_to(folder)
+    assert read_origin(link) == read_origin(folder / "onnx" / "..") == read_origin(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / "onnx" / "model.onnx").write_text("longer"),
+        lambda folder: (folder / "tokenizer.json").touch(),
+        lambda folder: (folder / "config.json").unlink(),
+        replace_by_its_like,
+    ],
+    ids=["size", "one more", "one less", "inode"],
+)
+def test_changed_file_makes_another(folder: Path, change: Callable[[Path], object]) -> None:
+    before = read_origin(folder)
+    change(folder)
+    assert read_origin(folder) != before
+
+
+def test_link_that_leads_elsewhere_makes_another(folder: Path, tmp_path: Path) -> None:
+    link = tmp_path / "current"
+    link.symlink_to(folder)
+    before = read_origin(link)
+    other = folder.rename(tmp_path / "v2")
+    link.unlink()
+    link.symlink_to(other)
+    assert read_origin(link) != before
+
+
+def test_folder_that_is_not_there_has_no_files(tmp_path: Path) -> None:
+    assert read_origin(tmp_path / "nowhere").files == frozenset()
