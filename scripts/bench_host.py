@@ -31,7 +31,7 @@ from prometheus_client import CollectorRegistry
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from app.engine import Engine  # noqa: E402 (needs the line above)
-from app.metrics import Metrics  # noqa: E402
+from app.metrics import EngineMetrics, Metrics  # noqa: E402
 from app.scheduler import Scheduler  # noqa: E402
 from app.sequence import Move, Sequence, StepPlan  # noqa: E402
 
@@ -66,7 +66,9 @@ def measure(mix: str, rows: int, vocab: int, steps: int, seed: int) -> list[floa
     max_tokens = steps + WARM_UP_STEPS + rows + 1  # the first row starts first
     scheduler = Scheduler(rows, PROMPT_TOKENS + max_tokens, 512, frozenset())
     cache: Any = NoCache()
-    engine = Engine(NullModel(rows, vocab, rng), cache, scheduler, Metrics(CollectorRegistry()))
+    engine = Engine(
+        NullModel(rows, vocab, rng), cache, scheduler, EngineMetrics(Metrics(CollectorRegistry()))
+    )
     for row in range(rows):
         prompt = rng.integers(0, vocab, PROMPT_TOKENS).tolist()
         params = bench_sampler.MIXES[mix](row, vocab, max_tokens)
