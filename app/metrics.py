@@ -150,9 +150,20 @@ class EngineMetrics:
     and batches add up, `batch_limit` is that of the current one."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self.stepped, self.spoiled = metrics.stepped, metrics.spoiled
-        self.advanced, self.finished = metrics.advanced, metrics.finished
+        self._metrics = metrics
         self.num_waiting = self.num_running = self.batch_limit = 0
+
+    def stepped(self, plan: StepPlan) -> None:
+        self._metrics.stepped(plan)
+
+    def spoiled(self, num_rows: int) -> None:
+        self._metrics.spoiled(num_rows)
+
+    def advanced(self, sequences: list[Sequence], now: float) -> None:
+        self._metrics.advanced(sequences, now)
+
+    def finished(self, sequence: Sequence) -> None:
+        self._metrics.finished(sequence)
 
     def counted(self, num_waiting: int, num_running: int) -> None:
         self.num_waiting, self.num_running = num_waiting, num_running

@@ -30,10 +30,12 @@ from app.completion import Answer, Completion
 from app.connection import Connection
 from app.departure import Departure
 from app.detokenizer import Detokenizer
+from app.direct import Outlet
 from app.grammar import Grammars
 from app.masks import GrammarConstraint, MaskWorker
-from app.metrics import Metrics
+from app.metrics import EngineMetrics, Metrics
 from app.pulse import Pulse
+from app.replies import TextEvent
 from app.scheduler import Scheduler
 from app.sequence import Sequence, StepPlan
 from app.stops import StopMatcher
@@ -152,6 +154,7 @@ class Place:
     is_counted: bool = True  # metrics are right behind it
     is_late: bool = False  # the tokens have all come by then
     code: str = "internal_error"  # that the client is told
+    is_direct: bool = False  # a callback of the hub's: a panic there is the delivery's failure
 
 
 def on_engine(owner: Any, name: str, *more: Any, **options: Any) -> Place:
@@ -171,8 +174,8 @@ PLACES: dict[str, Place] = {
     "stepped": on_engine(Metrics, "stepped", is_told=False, is_counted=False),
     "advanced": on_engine(Metrics, "advanced", is_told=False, is_counted=False),
     "finished": on_engine(Metrics, "finished", is_told=False, is_counted=False),
-    "counted": on_engine(Metrics, "counted", is_told=False),
-    "limited": on_engine(Metrics, "limited", is_told=False),
+    "counted": on_engine(EngineMetrics, "counted", is_told=False),
+    "limited": on_engine(EngineMetrics, "limited", is_told=False),
     "delivery": Place(TokenStream, "put", GENERATE, 1, code="model_failure"),
     "encode": Place(TextCodec, "encode"),
     "encode off hub": Place(TextCodec, "encode", LONG_TEXT),
@@ -188,13 +191,15 @@ PLACES: dict[str, Place] = {
     "stop matcher": Place(StopMatcher, "feed", STOPS, 1),
     "framing": Place(generate_replies, "result"),
     "first event": Place(generate_replies, "event", STREAM),
-    "later event": Place(generate_replies, "event", STREAM, 2),
+    "later event": Place(TextEvent, "frame", STREAM, 1, is_direct=True),
+    "last event": Place(generate_replies, "event", STREAM, 2, is_late=True),
     "summary": Place(http, "summary", is_late=True),
     "summary, stream": Place(http, "summary", STREAM, is_told=False),
     "reply": Place(openai_api, "ChatReply", CHAT),
     "headers": Place(Connection, "finalize_headers", is_cut=True, is_late=True),
     "write": Place(Connection, "_send", is_cut=True, is_late=True),
-    "later write": Place(Connection, "_send", STREAM, 2, is_cut=True),
+    "later write": Place(Outlet, "send", STREAM, 1, is_direct=True),
+    "last write": Place(Connection, "_send", STREAM, 2, is_cut=True, is_late=True),
     "access log": Place(connection, "tell", is_told=False),
 }
 

@@ -48,7 +48,10 @@ class Client:
         headers = dict(self._header_lines())
         if headers.get(b"transfer-encoding") == b"chunked":
             return status, b"".join(self._chunks())
-        return status, self._reader.read(int(headers[b"content-length"]))
+        length = int(headers[b"content-length"])
+        if len(body := self._reader.read(length)) < length:
+            raise ValueError(f"the answer is cut off behind {body!r}")
+        return status, body
 
     def read_until(self, mark: bytes) -> bytes:
         received = b""
