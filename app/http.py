@@ -25,7 +25,8 @@ from .replies import guarded, keep_alive, summary, usage
 from .service import Ask, Served, Service
 
 if TYPE_CHECKING:
-    from .completion import Answer, Delta
+    from .answer import Answer
+    from .completion import Delta
     from .config import Settings
     from .replies import Indexed
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from gevent.event import Event
 from prometheus_client import CollectorRegistry
 
+from .answer import Answer
 from .backlog import Backlog
 from .bridge import Bridge, State
-from .completion import Answer, Completion
+from .completion import Completion
 from .config import Settings, check_folder
 from .departure import Departure
 from .drain import Drain

@@ -30,6 +30,7 @@ from app.scheduler import Scheduler  # noqa: E402
 from app.sequence import StepPlan  # noqa: E402
 
 VOCAB = [b" %d" % n for n in range(128)]
+TEXTS: dict[int, str] = {}
 CONTEXT = 1 << 20
 FAST_SECONDS = 0.005
 
@@ -41,7 +42,7 @@ class Codec:
         return [byte % len(VOCAB) for byte in text.encode()]
 
     def detokenizer(self, _: frozenset[int] = frozenset()) -> Detokenizer:
-        return Detokenizer(VOCAB)
+        return Detokenizer(VOCAB, texts=TEXTS)
 
 
 class Chat:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from gevent.event import Event
 
+from app.answer import Answer
 from app.bridge import TokenStream
-from app.completion import Answer, Completion, Delta
+from app.completion import Completion, Delta
 from app.errors import ClientLeft, DeadlineExceeded, ModelFailure, NotReady
 from app.sequence import Advance, FinishReason, SamplingParams, Sequence, TokenLogprobs
 from app.text import TextCodec

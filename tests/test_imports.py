@@ -90,8 +90,10 @@ OWN: dict[str, set[str]] = {
     "drain": {"bridge", "errors"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
     "completion": {
-        *{"backlog", "bridge", "detokenizer", "direct", "errors", "sequence", "stops"},
+        *{"backlog", "bridge", "detokenizer", "errors", "sequence", "stops"},
     },
+    "passage": {"completion", "direct", "sequence"},
+    "answer": {"backlog", "completion", "direct", "errors", "passage"},
     # HTTP
     "framing": {"config", "errors"},
     "body": {"config", "errors", "framing"},
@@ -102,10 +104,11 @@ OWN: dict[str, set[str]] = {
     "openai_requests": {"fields", "tools"},
     "protocol": {"errors"},
     "limits": {"errors", "fields"},
-    "replies": {"completion", "errors", "text"},
-    "generate_replies": {"completion", "replies", "text"},
+    "replies": {"answer", "completion", "errors", "text"},
+    "generate_replies": {"answer", "completion", "passage", "replies", "text"},
     "openai_replies": {
-        *{"call_json", "completion", "replies", "sequence", "text", "tool_calls"},
+        *{"answer", "call_json", "completion", "passage", "replies", "sequence", "text"},
+        *{"tool_calls"},
     },
     "responses": set(),
     "routes": {"generate_requests", "openai_requests", "responses"},
@@ -118,15 +121,16 @@ OWN: dict[str, set[str]] = {
         *{"probe", "record", "scheduler", "text"},
     },
     "service": {
-        *{"backlog", "bridge", "completion", "config", "engine", "errors", "graph", "loading"},
+        *{"answer", "backlog", "bridge", "completion", "config", "engine", "errors", "graph"},
+        *{"loading"},
         *{"chat", "departure", "drain", "fields", "grammar", "limits", "metrics", "origin"},
         *{"guard", "key_ring", "quota", "sequence", "tools"},
     },
     "switch": {"bridge", "errors", "origin", "service"},
     "admin_api": {"errors", "generate_requests", "http", "service", "switch"},
     "http": {
-        *{"access", "completion", "config", "departure", "direct", "errors", "limits", "protocol"},
-        *{"replies", "service"},
+        *{"access", "answer", "completion", "config", "departure", "direct", "errors", "limits"},
+        *{"protocol", "replies", "service"},
     },
     "generate_api": {
         *{"generate_replies", "generate_requests", "http", "limits", "service"},
@@ -153,7 +157,7 @@ DOORS: dict[str, set[str]] = {
         *{"openai_api", "ops_api"},
     },
     "gevent": {
-        *{"__main__", "bridge", "completion", "connection", "departure", "direct", "drain"},
+        *{"__main__", "answer", "bridge", "connection", "departure", "direct", "drain"},
         *{"edge", "framing", "guard", "service", "switch"},
     },
     "jinja2": {"chat", "docs_page"},
@@ -165,7 +169,7 @@ DOORS: dict[str, set[str]] = {
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"form", "fused", "model"},
     "optimum": {"model"},
-    "orjson": {"connection", "http", "openai_replies", "protocol", "replies"},
+    "orjson": {"connection", "http", "openai_replies", "passage", "protocol", "replies"},
     "prometheus_client": {"histogram", "metrics", "ops_api", "service"},
     "psutil": {"machine"},
     "pydantic": {
