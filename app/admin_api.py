@@ -11,7 +11,8 @@ from flask import Blueprint, Response, request
 from .errors import AdminOff, InvalidApiKey
 from .generate_requests import SwitchRequest
 from .http import json_response, read_request
-from .service import Served, Service
+from .served import Served
+from .service import Service
 from .switch import loading_model, switch_model
 
 

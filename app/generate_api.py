@@ -22,7 +22,8 @@ from .http import (
     take,
 )
 from .limits import check_ids
-from .service import Ask, Served, Service
+from .served import Ask, Served
+from .service import Service
 
 
 def generate_routes(service: Service) -> Blueprint:

@@ -22,7 +22,8 @@ from .errors import InvalidRequest, PayloadTooLarge, UnreadableBody, Unsupported
 from .limits import deadline
 from .protocol import parse
 from .replies import guarded, keep_alive, summary, usage
-from .service import Ask, Served, Service
+from .served import Ask, Served
+from .service import Service
 
 if TYPE_CHECKING:
     from .answer import Answer

@@ -27,7 +27,8 @@ from .openai_requests import (
     RenderRequest,
 )
 from .schema import check_size
-from .service import Ask, Served, Service
+from .served import Ask, Served
+from .service import Service
 from .tool_calls import ToolParser
 from .tool_grammar import ToolForm
 from .tools import ToolUse

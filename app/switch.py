@@ -28,7 +28,8 @@ from .errors import (
     UnservableModel,
 )
 from .origin import read_origin
-from .service import Served, Service
+from .served import Served
+from .service import Service
 
 log = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ from app.detokenizer import Detokenizer  # noqa: E402
 from app.engine import Engine  # noqa: E402
 from app.scheduler import Scheduler  # noqa: E402
 from app.sequence import StepPlan  # noqa: E402
+from app.served import Served  # noqa: E402
 
 VOCAB = [b" %d" % n for n in range(128)]
 TEXTS: dict[int, str] = {}
@@ -80,7 +81,7 @@ class CountingModel:
 
 
 class PacedServer(app.service.Service):
-    def _load(self, served: app.service.Served) -> Engine:
+    def _load(self, served: Served) -> Engine:
         rows, chunk = self.settings.max_batch_size, self.settings.prefill_chunk
         scheduler = Scheduler(rows, CONTEXT, chunk, frozenset())
         pace = float(os.environ["PACE_MS"]) / 1000

@@ -17,7 +17,8 @@ from app.api import create_app
 from app.engine import Engine
 from app.scheduler import Scheduler
 from app.sequence import StepPlan
-from app.service import Served, Service
+from app.served import Served
+from app.service import Service
 from app.text import TextCodec
 
 from .engines import TokenCache, loaded_model

@@ -17,7 +17,8 @@ from app.config import Settings
 from app.edge_options import EDGE_OPTIONS
 from app.engine import Engine
 from app.queue_options import QUEUE_OPTIONS
-from app.service import Served, Service
+from app.served import Served
+from app.service import Service
 from app.text import TextCodec
 
 from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine

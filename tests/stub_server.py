@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import app.service
 from app.__main__ import main
-from app.service import Served, Service
+from app.served import Served
+from app.service import Service
 
 if TYPE_CHECKING:
     from app.engine import Engine

@@ -279,7 +279,7 @@ def test_what_came_while_its_reader_was_busy_counts_at_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("app.completion.time", clock)
+    monkeypatch.setattr("app.answer.time", clock)
     said = queue(Said(), "a")
     answer = answer_of(said, deadline_at=1030.0)
     deltas = iter(answer)

@@ -21,7 +21,7 @@ from app.config import Settings
 from app.departure import Departure
 from app.fields import SamplingFields
 from app.sequence import FinishReason, Sequence, StepPlan
-from app.service import Ask, Served
+from app.served import Ask, Served
 
 from .services import CODEC, SETTINGS, StubService, events, running, until
 from .wire import WAYS, Client, listening

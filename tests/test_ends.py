@@ -14,7 +14,8 @@ import pytest
 
 from app.api import create_app
 from app.engine import Engine
-from app.service import Served, Service
+from app.served import Served
+from app.service import Service
 from app.text import TextCodec
 
 from .engines import loaded_model, scripted_engine

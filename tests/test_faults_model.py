@@ -15,7 +15,7 @@ from app.engine import Engine
 from app.kv_cache import KVCache
 from app.masks import MaskWorker
 from app.model import OnnxModel
-from app.service import Served
+from app.served import Served
 from app.text import TextCodec
 
 from .conftest import TinyModel

@@ -120,24 +120,27 @@ OWN: dict[str, set[str]] = {
         *{"chat", "config", "engine", "errors", "grammar", "graph", "kv_cache", "machine", "model"},
         *{"probe", "record", "scheduler", "text"},
     },
-    "service": {
-        *{"answer", "backlog", "bridge", "completion", "config", "engine", "errors", "graph"},
-        *{"loading"},
-        *{"chat", "departure", "drain", "fields", "grammar", "limits", "metrics", "origin"},
-        *{"guard", "key_ring", "quota", "sequence", "tools"},
+    "served": {
+        *{"answer", "backlog", "bridge", "chat", "completion", "config", "departure", "engine"},
+        *{"errors", "fields", "grammar", "limits", "loading", "metrics", "origin", "sequence"},
+        *{"tools"},
     },
-    "switch": {"bridge", "errors", "origin", "service"},
-    "admin_api": {"errors", "generate_requests", "http", "service", "switch"},
+    "service": {
+        *{"bridge", "config", "drain", "engine", "errors", "graph", "guard", "key_ring", "loading"},
+        *{"metrics", "quota", "served"},
+    },
+    "switch": {"bridge", "errors", "origin", "served", "service"},
+    "admin_api": {"errors", "generate_requests", "http", "served", "service", "switch"},
     "http": {
         *{"access", "answer", "completion", "config", "departure", "direct", "errors", "limits"},
-        *{"protocol", "replies", "service"},
+        *{"protocol", "replies", "served", "service"},
     },
     "generate_api": {
-        *{"generate_replies", "generate_requests", "http", "limits", "service"},
+        *{"generate_replies", "generate_requests", "http", "limits", "served", "service"},
     },
     "openai_api": {
         *{"errors", "fields", "http", "limits", "openai_replies", "openai_requests", "service"},
-        *{"chat", "schema", "tool_calls", "tool_grammar", "tools"},
+        *{"chat", "schema", "served", "tool_calls", "tool_grammar", "tools"},
     },
     "ops_api": {"http", "service"},
     "api": {
@@ -158,7 +161,7 @@ DOORS: dict[str, set[str]] = {
     },
     "gevent": {
         *{"__main__", "answer", "bridge", "connection", "departure", "direct", "drain"},
-        *{"edge", "framing", "guard", "service", "switch"},
+        *{"edge", "framing", "guard", "passage", "service", "switch"},
     },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar", "masks"},

@@ -26,7 +26,8 @@ from app.config import read_settings
 from app.engine import Engine
 from app.errors import UnservableModel
 from app.sequence import StepPlan
-from app.service import Served, Service
+from app.served import Served
+from app.service import Service
 
 from .conftest import TinyModel
 from .edits import copy_of
