@@ -161,7 +161,7 @@ DOORS: dict[str, set[str]] = {
     },
     "gevent": {
         *{"__main__", "answer", "bridge", "connection", "departure", "direct", "drain"},
-        *{"edge", "framing", "guard", "passage", "service", "switch"},
+        *{"edge", "framing", "passage", "guard", "service", "switch"},
     },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar", "masks"},
