@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from bench import percentiles_ms
+from load_report import percentiles_ms
 from soak_checks import Tally, check_counters, check_log, check_process, slope
 from soak_requests import Request, Served, exchange, longest, make_request
 from soak_server import Sampler, Watched, learn, served_at, wait_idle

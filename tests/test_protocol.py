@@ -81,6 +81,7 @@ SHARED: Wrong = {
     "stop_token_ids": ([*_IDS, str(list(range(1025)))], "a list of at most 1024 token ids"),
     "ignore_eos": (_FLAG, "true or false"),
     "repetition_guard": (["0", "1", "-2", "1001", *_INTEGER], "an integer from 2 to 1000"),
+    "priority": (["-1001", "1001", *_INTEGER], "an integer from -1000 to 1000"),
     "timeout_ms": (["0", "-1", *_INTEGER], "at most the server's MAX_TIMEOUT_MS"),
     "response_format": (_FORMAT, '"text", "json_object", or "json_schema"'),
 }
