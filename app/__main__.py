@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def _hear_signals() -> None:
+    """A container's first process gets only the signals that it asks for. Nothing to drain yet."""
+    for number in _SIGNALS:
+        signal.signal(number, lambda *_: os._exit(0))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the load reads what is there now anyway
+
+
+if __name__ == "__main__":  # the imports take their time already
+    _hear_signals()
+
+import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -28,16 +42,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("app")
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
 
 def main() -> int:
+    _hear_signals()  # where another program has imported this
     settings = read_settings()
     set_up(settings.log_level, settings.log_format)
-    # A container's first process gets only the signals that it asks for. Nothing to drain yet.
-    for number in _SIGNALS:
-        signal.signal(number, lambda *_: os._exit(0))
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the load reads what is there now anyway
     limit_threads(settings.threads or available_cpus())
     # Settings are right: only now the slower imports.
     import gevent

@@ -154,6 +154,7 @@ class Bridge:
         self.failure: BaseException | None = None
         self._engine: Engine | None = None
         self.ended = gevent.event.Event()  # set when the engine thread has stopped or failed
+        self._load_limit: gevent.Greenlet | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -191,7 +192,7 @@ class Bridge:
         self._wake.start(self._deliver)
         self._thread.start()
         if self._max_load_seconds:
-            gevent.spawn_later(self._max_load_seconds, self._give_up_load)
+            self._load_limit = gevent.spawn_later(self._max_load_seconds, self._give_up_load)
 
     def submit(self, sequences: list[Sequence]) -> tuple[list[TokenStream], gevent.event.Event]:
         """Their streams, and the event that tells of news in any, of one request. Raises NotReady
@@ -291,6 +292,9 @@ class Bridge:
                     _hand_out(stream, advance)
 
     def _change(self, state: State) -> None:
+        if self._load_limit is not None:  # it would keep all this alive
+            self._load_limit.kill(block=False)
+            self._load_limit = None
         if self.state is State.LOADING or state is State.FAILED:
             self.state = state
         if state is State.READY:

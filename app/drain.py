@@ -8,13 +8,14 @@ written.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import gevent
 import gevent.event
 
 from .bridge import State
+from .closing import call_closing
 from .errors import Draining
 
 log = logging.getLogger(__name__)
@@ -71,11 +72,7 @@ class Drain:
             if environ["REQUEST_METHOD"] != "POST":
                 return app(environ, start_response)
             self._open()
-            try:
-                return _Counted(app(environ, start_response), self._close)
-            except BaseException:
-                self._close()
-                raise
+            return call_closing(app, environ, start_response, self._close)
 
         return counted
 
@@ -98,24 +95,3 @@ class Drain:
         self.num_open -= 1
         if self.num_open == 0:
             self._all_done.set()
-
-
-class _Counted:
-    """An answer's body. `on_close` is called whatever the body's own end does; that is of no
-    concern to others who wait for the end."""
-
-    def __init__(self, body: Iterable[bytes], on_close: Callable[[], None]) -> None:
-        self._body = body
-        self._on_close = on_close
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._body)
-
-    def close(self) -> None:
-        try:
-            if (close := getattr(self._body, "close", None)) is not None:
-                close()
-        except Exception:
-            log.exception("an answer's end has failed")
-        finally:
-            self._on_close()

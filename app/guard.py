@@ -11,9 +11,9 @@ from typing import Any
 
 import gevent
 from flask import g, request
-from werkzeug.wsgi import ClosingIterator
 
 from .access import NOTE
+from .closing import call_closing
 from .errors import InvalidApiKey
 from .key_ring import KeyRing
 from .keys import Key
@@ -52,11 +52,7 @@ class Guard:
                 if lease is not None:
                     lease.end()
 
-            try:
-                return ClosingIterator(app(environ, start_response), release)
-            except BaseException:
-                release()
-                raise
+            return call_closing(app, environ, start_response, release)
 
         return released
 

@@ -54,8 +54,8 @@ class WaitingQueue:
         return True
 
     def charge(self, owner: str, num_tokens: int) -> None:
-        """The model has read or written so many tokens for `owner`."""
-        self._served[owner] = self._served.get(owner, self._floor) + num_tokens
+        """The model has read or written so many tokens for `owner`, which has waited here."""
+        self._served[owner] += num_tokens
 
 
 class _Line:

@@ -87,7 +87,8 @@ OWN: dict[str, set[str]] = {
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
     "bridge": {"backlog", "engine", "errors", "pulse", "sequence"},
-    "drain": {"bridge", "errors"},
+    "closing": set(),
+    "drain": {"bridge", "closing", "errors"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
     "completion": {
         *{"backlog", "bridge", "detokenizer", "errors", "sequence", "stops"},
@@ -112,7 +113,7 @@ OWN: dict[str, set[str]] = {
     },
     "responses": set(),
     "routes": {"generate_requests", "openai_requests", "responses"},
-    "guard": {"access", "errors", "key_ring", "keys", "quota", "routes"},
+    "guard": {"access", "closing", "errors", "key_ring", "keys", "quota", "routes"},
     "cors": set(),
     "openapi": {"http", "limits", "responses", "routes"},
     "docs_page": {"http", "openapi"},
@@ -184,7 +185,7 @@ DOORS: dict[str, set[str]] = {
     "tokenizers": {"detokenizer", "grammar", "plain", "text"},
     "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
     "transformers": {"ends", "text"},
-    "werkzeug": {"api", "guard"},
+    "werkzeug": {"api"},
 }
 
 
