@@ -59,6 +59,20 @@ def skip_without_namespaces() -> None:
         pytest.skip(reason)
 
 
+def as_first_process(*command: str) -> list[str]:
+    """`command` as a container's first process, which no signal ends that it does not ask for."""
+    return [*_FIRST, *command]
+
+
+def skip_without_process_namespaces() -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("process namespaces need root and unshare")
+    tried = subprocess.run(as_first_process("/bin/true"), capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"process namespaces cannot be made here: {tried.stderr.strip()}")
+
+
+_FIRST = ("unshare", "--pid", "--fork", "--kill-child")
 _NAMESPACES = ("unshare", "--net", "--mount")
 
 

@@ -1,7 +1,8 @@
 """Engines for tests, on a real model folder or on a stub model; and a whole service.
 
 The stub keeps token ids where a model keeps keys, so a row that was moved wrongly, or read before
-it was written, is found at once; its next token is a hash of all ids of the row.
+it was written, is found at once; its next token is a hash of all ids of the row. Libraries that
+take seconds are imported where a real model needs them.
 """
 
 from __future__ import annotations
@@ -9,22 +10,22 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import gevent
 import numpy as np
 from numpy.typing import NDArray
 
 from app.bridge import State
-from app.chat import ChatTemplate
 from app.config import read_settings
 from app.engine import Engine, Observer, Unobserved
-from app.grammar import Grammars
-from app.kv_cache import KVCache
-from app.loading import LoadedModel
 from app.scheduler import Scheduler
 from app.sequence import Advance, Move, SamplingParams, Sequence, StepPlan
 from app.service import Service
-from app.text import TextCodec
+
+if TYPE_CHECKING:
+    from app.loading import LoadedModel
+    from app.text import TextCodec
 
 STUB_VOCAB = 97
 
@@ -148,6 +149,7 @@ def real_engine(
     *,
     deterministic: bool = False,
 ) -> Engine:
+    from app.kv_cache import KVCache
     from app.model import OnnxModel
 
     model = OnnxModel.load(folder, "cpu", num_threads=1)
@@ -159,6 +161,10 @@ def real_engine(
 
 def loaded_model(name: str, codec: TextCodec, max_model_len: int, vocab_size: int) -> LoadedModel:
     """The hub's side of an engine that no folder was loaded for."""
+    from app.chat import ChatTemplate
+    from app.grammar import Grammars
+    from app.loading import LoadedModel
+
     created_at, info = 1_700_000_000, {"model": name}
     # A stub's vocabulary may be smaller than the tokenizer's.
     num_ids = max(vocab_size, codec.vocab_size)

@@ -104,9 +104,10 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def hold_until(condition: Callable[[], object]) -> None:
-    """Likewise, on the engine thread."""
-    give_up_at = time.monotonic() + 5
-    while not condition() and time.monotonic() < give_up_at:
+    """Likewise, on the engine thread: where it raises, the step fails, and so do its requests."""
+    give_up_at = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < give_up_at, "waited in vain"
         time.sleep(0.001)
 
 

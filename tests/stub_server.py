@@ -2,8 +2,8 @@
 
 `LOAD_GATE` holds the load until the file exists. `STEP_GATE` holds the steps of a full batch; until
 then each step takes 5 ms, so that one prompt a step is as fast as clients come. With `DEATH_GATE`
-there is no engine but one that dies behind that gate. The heavy imports are the load's, as in the
-real server.
+there is no engine but one that dies behind that gate. Nothing of torch, transformers or ONNX
+Runtime is imported, which would take seconds.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import app.service
 from app.__main__ import main
+from app.detokenizer import Detokenizer
 from app.served import Served
 from app.service import Service
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 _GIVE_UP_SECONDS = 60.0
 _PACE_SECONDS = 0.005
+_NUM_IDS = 97  # the stub model's
 
 
 def wait_for_file(path: Path) -> None:
@@ -47,6 +50,16 @@ class Mortal:
         raise SystemExit("a stub's death")
 
 
+class Codec:
+    """A token for each byte."""
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [code % _NUM_IDS for code in text.encode()]
+
+    def detokenizer(self, _: frozenset[int] = frozenset()) -> Detokenizer:
+        return Detokenizer([bytes([code]) for code in range(_NUM_IDS)])
+
+
 class StubServer(Service):
     def _load(self, served: Served) -> Engine:
         if "LOAD_GATE" in os.environ:
@@ -54,12 +67,21 @@ class StubServer(Service):
             wait_for_file(Path(os.environ["LOAD_GATE"]))
         if "DEATH_GATE" in os.environ:
             return cast("Engine", Mortal())
-        from .engines import STUB_VOCAB, loaded_model, stub_engine
-        from .services import CODEC
+        from .engines import stub_engine
 
         num_rows, max_len = self.settings.max_batch_size, self.settings.max_model_len
         engine, stub = stub_engine(num_rows, max_len, observer=served.observer)
-        served.loaded = loaded_model("stub", CODEC, max_len, STUB_VOCAB)
+        loaded: Any = SimpleNamespace(
+            name="stub",
+            codec=Codec(),
+            max_model_len=max_len,
+            vocab_size=_NUM_IDS,
+            created_at=0,
+            info={},
+            chat=None,
+            grammars=None,
+        )
+        served.loaded = loaded
         gate = Path(os.environ.get("STEP_GATE", os.devnull))
 
         def change(plan: StepPlan, logits: Any) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from app.backlog import Backlog
+from app.backlog import Backlog, _Running
 from app.errors import Overloaded
 from app.pace import Pace
 from app.sequence import FinishReason, SamplingParams, Sequence, StepPlan
+from app.work import Work
 
 from .engines import stub_engine
 
@@ -27,7 +28,7 @@ class Simulation:
     ) -> None:
         self.now = 0.0
         self.backlog = Backlog(10**6, 10**9, CHUNK, clock=lambda: self.now)
-        self.engine, model = stub_engine(num_rows, 4096, CHUNK)
+        self.engine, self.model = stub_engine(num_rows, 4096, CHUNK)
         self.engine._clock = lambda: self.now
         self.engine.backlog = self.backlog
         self.open: list[Sequence] = []
@@ -36,7 +37,7 @@ class Simulation:
             num_tokens = len(plan.prefill.token_ids) if plan.prefill else 0
             self.now += step_seconds + token_seconds * num_tokens
 
-        model.change = change
+        self.model.change = change
         self.engine.self_test()
 
     def submit(self, *sequences: Sequence) -> None:
@@ -213,6 +214,64 @@ def test_self_tests_count_for_nobody() -> None:
     assert simulation.backlog.pace.answer_tokens == 10
 
 
+def known_pace(step_seconds: float, token_seconds: float) -> Backlog:
+    backlog = Backlog()
+    backlog.pace.step_seconds, backlog.pace.token_seconds = step_seconds, token_seconds
+    return backlog
+
+
+@pytest.mark.parametrize(
+    ("ahead", "running", "seconds"),
+    [
+        # 55 steps of rows, less half an answer of 10 of the row that still runs then, on two rows;
+        # and 40 tokens of prompts.
+        (Work(4, 40, 5, 40), _Running(2, Work(2, 0, 0, 10), 3), 25 * 0.1 + 40 * 0.01),
+        (Work(4, 40, 5, 40), _Running(1, Work(1, 0, 0, 10), 3), 55 * 0.1 + 40 * 0.01),
+        (Work(), _Running(2, Work(2, 0, 0, 10), 3), 3 * 0.1),  # until the first of them ends
+        (Work(), _Running(2, Work(1, 6, 2, 10), 3), 2 * 0.1 + 6 * 0.01),  # a row is free
+        (Work(1, 800, 99, 1), _Running(4, Work(4, 0, 0, 4), 1), 99 * 0.1 + 800 * 0.01),
+    ],
+)
+def test_seconds_of_known_work(ahead: Work, running: _Running, seconds: float) -> None:
+    assert known_pace(0.1, 0.01)._seconds(ahead, running) == pytest.approx(seconds)
+
+
+def test_newcomer_has_its_place_though_the_queue_was_just_listed() -> None:
+    simulation = Simulation(num_rows=1)
+    running, first, second = asked(), asked(), asked()
+    simulation.submit(running, first)
+    simulation.engine.step()
+    places = [simulation.backlog.place(first, simulation.open)]
+    simulation.submit(second)
+    places += [simulation.backlog.place(each, simulation.open) for each in (second, first)]
+    assert [place and place.position for place in places] == [1, 2, 1]
+
+
+def test_those_that_have_left_the_queue_are_not_in_front() -> None:
+    simulation = Simulation(num_rows=1)
+    sequences = [asked(3, 5) for _ in range(101)]
+    simulation.submit(*sequences)
+    simulation.run(*sequences[:99])
+    simulation.engine.step()
+    place = simulation.backlog.next_place("")
+    assert (place.position, place.length) == (2, 1)
+    assert place.seconds == pytest.approx(10 * 0.02, abs=0.05)
+
+
+def test_sequence_that_the_last_step_has_ended_does_not_run() -> None:
+    simulation = Simulation(num_rows=1)
+
+    def fail(plan: StepPlan, logits: Any) -> None:
+        raise RuntimeError
+
+    simulation.submit(asked(3, 50))
+    simulation.engine.step()
+    assert simulation.backlog.next_place("").seconds > 0
+    simulation.model.change = fail
+    simulation.run()
+    assert simulation.backlog.next_place("").seconds == 0
+
+
 # --- bounds ---------------------------------------------------------------------------------------
 
 
@@ -296,6 +355,29 @@ def test_pace_tells_prompts_from_steps() -> None:
     assert pace.step_seconds == pytest.approx(0.02)
     assert pace.token_seconds == pytest.approx(0.001, rel=0.1)
     assert pace.seconds(10, 1000) == pytest.approx(1.2, rel=0.1)
+
+
+def test_pace_follows_prompts_that_get_slower() -> None:
+    pace = Pace()
+    for beyond in (*[0.1] * 100, *[0.3] * 50):
+        pace.stepped(0, 0.02)
+        pace.stepped(100, 0.02 + beyond)
+    assert pace.token_seconds == pytest.approx(0.003, rel=0.1)
+
+
+def test_prompts_that_take_no_longer_than_a_step_take_no_time_of_their_own() -> None:
+    pace = Pace()
+    for _ in range(10):
+        pace.stepped(0, 0.02)
+        pace.stepped(5, 0.01)
+    assert pace.token_seconds == 0
+
+
+def test_length_of_answers_follows_them() -> None:
+    pace = Pace()
+    for num_tokens in (*[100] * 200, *[5] * 200):
+        pace.answered(num_tokens)
+    assert pace.answer_tokens == pytest.approx(5, abs=1)
 
 
 def test_pace_follows_a_batch_that_fills() -> None:

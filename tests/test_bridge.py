@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import gevent
@@ -281,8 +283,44 @@ def test_load_that_takes_too_long_fails_and_a_late_one_changes_nothing() -> None
     bridge.request_stop()
     wait_until(lambda: bool(bridge._outbox))  # the engine is there, and nobody is told
     assert not bridge.is_ready
-    bridge._inbox.put(None)
     wait_until(lambda: not bridge._thread.is_alive())
+
+
+def test_time_of_a_load_that_is_done_or_given_up_is_no_longer_limited() -> None:
+    engine, _ = stub_engine()
+    go_on = threading.Event()
+
+    def load() -> Engine:
+        assert go_on.wait(20)
+        return engine
+
+    done, stopped = Bridge(lambda: engine), Bridge(load)
+    for bridge in (done, stopped):
+        bridge.start()
+    stopped.request_stop()
+    wait_until(lambda: done.is_ready)
+    for bridge, state in ((done, State.READY), (stopped, State.STOPPED)):
+        bridge._give_up_load()
+        assert (bridge.state, bridge.failure) == (state, None)
+        bridge.request_stop()
+    go_on.set()
+    assert done.ended.wait(20)
+
+
+def test_bridge_that_has_ended_is_not_kept_for_the_limit_of_its_load() -> None:
+    engine, _ = stub_engine()
+    bridge = Bridge(lambda: engine, max_load_seconds=1800)
+    bridge.start()
+    while not bridge.is_ready:
+        gevent.sleep(0.001)
+    bridge.request_stop()
+    assert bridge.ended.wait(20)
+    bridge.close()
+    kept = weakref.ref(bridge)
+    del bridge
+    gevent.sleep(0)  # the timer's greenlet ends
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize("attempt", range(5))

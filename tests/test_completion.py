@@ -213,6 +213,15 @@ def test_ending_an_answer_gives_what_was_held_back_once() -> None:
     assert said.sequence.ended_by is FinishReason.TIMEOUT
 
 
+def test_text_in_front_of_a_stop_string_is_not_lost_where_tokens_are_passed_on() -> None:
+    said = Said(stops=["bcd", "cx"])
+    passed = [
+        said.completion.pass_on(Advance(said.sequence, id_, None)) for id_ in CODEC.encode("abcx")
+    ]
+    assert passed == [Delta("a"), None, None, None]
+    assert said.completion.take() == Delta("b", FinishReason.STOP)
+
+
 # --- log-probabilities ------------------------------------------------------------------------
 
 
@@ -243,6 +252,35 @@ def queue(said: Said, text: str, end: FinishReason | None = None) -> Said:
     for number, id_ in enumerate(ids, 1):
         said.stream.put(Advance(said.sequence, id_, end if number == len(ids) else None))
     return said
+
+
+class Sink:
+    """An outlet that takes all."""
+
+    is_open = True
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    def send(self, frame: bytes) -> bool:
+        self.sent.append(frame)
+        return True
+
+    def flush(self) -> None: ...
+
+
+def test_what_comes_while_the_reader_is_busy_waits_for_it() -> None:
+    """As while it hangs in a write of WSGI's: nothing may pass what that has in hand."""
+    said, sink = Said(), Sink()
+    answer = Answer("request", [said.completion], said.stream._arrival)
+    answer.write_to(sink, lambda choice, delta: delta.text.encode())  # type: ignore[arg-type]
+    deltas = iter(answer)
+    queue(said, "a")
+    assert next(deltas) == (0, Delta("a"))
+    queue(said, "b")
+    assert sink.sent == []
+    queue(said, "c", FinishReason.LENGTH)
+    assert list(deltas) == [(0, Delta("bc", FinishReason.LENGTH))]
 
 
 def test_choices_are_told_as_they_come_each_to_its_end() -> None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import gevent
@@ -162,6 +164,23 @@ def test_stream_is_the_one_that_goes_through_wsgi(
     assert b"".join(sent) in directly or name == "two choices"
 
 
+@pytest.mark.parametrize("path", [*PATHS, "/v1/chat/completions"])
+def test_stream_is_not_buffered_by_proxies(
+    service: WatchedService, port: int, steps: Steps, path: str
+) -> None:
+    """FR40."""
+    steps.set_free()
+    asked = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    body = json.dumps(asked | {"max_tokens": 2, "stream": True}).encode()
+    with gevent_socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(post(body, b"Connection: close", path=path.encode()))
+        received = b"".join(iter(lambda: client.recv(65536), b""))
+    head = received.partition(b"\r\n\r\n")[0].lower()
+    assert b"\r\ncontent-type: text/event-stream" in head
+    assert b"\r\ncache-control: no-cache\r\n" in head
+    assert b"\r\nx-accel-buffering: no\r\n" in head
+
+
 def test_http_1_0_gets_the_events_as_they_are(
     service: WatchedService,
     port: int,
@@ -311,13 +330,18 @@ def test_deadline_ends_a_stream_that_is_written_directly(
     port: int,
     steps: Steps,
     sent: list[bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    clock = SimpleNamespace(now=time.monotonic(), monotonic=lambda: clock.now)
+    monkeypatch.setattr("app.answer.time", clock)
     with Client(port) as client:
         client.send(
-            prompt="a", max_tokens=50, ignore_eos=True, stream=True, logprobs=0, timeout_ms=1000
+            prompt="a", max_tokens=50, ignore_eos=True, stream=True, logprobs=0, timeout_ms=60_000
         )
         until(lambda: service.answers)
         step_by_step(service, steps, 4)
+        clock.now += 61
+        service.answers[0]._look_at_deadline()  # as its timer does
         told = events(client.read()[1])
     assert told[-1]["finish_reason"] == "timeout"
     assert sum(len(event["logprobs"]) for event in told) == 4
@@ -454,6 +478,14 @@ def test_write_that_is_not_taken_leaves_a_rest_and_nothing_passes_it() -> None:
         received = reader.get(timeout=20)
     assert received == (b"64\r\n" + b"x" * 100 + b"\r\n") * (num_sent + 1)
     assert outlet.num_sent + handler.response_length == 106 * (num_sent + 1)
+
+
+def test_nothing_is_written_directly_to_a_client_that_has_left() -> None:
+    with PlainHandler() as handler:
+        outlet = Outlet(handler)
+        assert outlet.is_open
+        handler.has_left = True
+        assert not outlet.is_open
 
 
 def test_rest_for_a_client_that_has_left_is_its_leaving() -> None:

@@ -188,6 +188,30 @@ def test_requests_are_counted_to_their_last_byte_however_they_end(service: StubS
     assert drain.num_open == 0
 
 
+def test_request_that_breaks_is_not_counted_any_more(service: StubService) -> None:
+    drain = service.drain
+    seen: list[int] = []
+
+    def broken(environ: dict[str, Any], start_response: Any) -> Any:
+        seen.append(drain.num_open)
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        drain.counting(broken)({"REQUEST_METHOD": "POST"}, None)
+    assert (seen, drain.num_open) == ([1], 0)
+
+
+def test_answer_whose_end_breaks_is_not_counted_any_more(service: StubService) -> None:
+    class Broken(list[bytes]):
+        def close(self) -> None:
+            raise RuntimeError
+
+    body = service.drain.counting(lambda *_: Broken())({"REQUEST_METHOD": "POST"}, None)
+    assert service.drain.num_open == 1
+    body.close()
+    assert service.drain.num_open == 0
+
+
 # --- as a process ---------------------------------------------------------------------------------
 
 NUM_ROWS, NUM_QUEUED = 32, 4

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.scheduler import Scheduler
-from app.sequence import FinishReason, SamplingParams, Sequence, Status
+from app.sequence import FinishReason, SamplingParams, Sequence, Status, StepPlan
 
 from .engines import answers, greedy, run, stub_answer, stub_engine
 
@@ -186,6 +188,61 @@ def test_self_test_fails_when_the_model_does() -> None:
     model.change = fail
     with pytest.raises(RuntimeError, match="ValueError"):
         engine.self_test()
+    assert engine.has_failed  # of one alone: no client can be at fault
+
+
+def test_self_test_behind_failed_decodes_runs_one() -> None:
+    engine, model = stub_engine()
+
+    def fail(plan: StepPlan, logits: object) -> None:
+        if plan.decode:
+            raise ValueError("broken")
+
+    model.change = fail
+    answers(engine, [greedy("a", [1]), greedy("b", [2])])
+    answers(engine, [greedy("c", [3])])
+    assert engine.has_failed
+    with pytest.raises(RuntimeError, match="ValueError"):
+        engine.self_test()
+    model.change = lambda plan, logits: None
+    engine.self_test()
+    assert not engine.has_failed
+
+
+def test_steps_with_a_row_that_can_be_trusted_are_good_ones() -> None:
+    engine, model = stub_engine()
+    for name in "abc":
+        engine.submit(greedy(name, [1]))
+    while len(model.plans) == 0 or len(model.plans[-1].decode) < 3:
+        engine.step()
+
+    def spoil(plan: StepPlan, logits: Any) -> None:
+        logits[0] = np.nan
+
+    model.change = spoil
+    for num_rows in (3, 2):
+        engine.step()
+        assert len(model.plans[-1].decode) == num_rows
+        assert not engine.has_failed
+
+
+def test_chunk_that_is_not_the_last_says_nothing_of_the_model() -> None:
+    engine, model = stub_engine(prefill_chunk=4)
+
+    def fail(plan: StepPlan, logits: object) -> None:
+        if plan.prefill is not None and plan.prefill.is_last:
+            raise ValueError("broken")
+
+    engine.submit(greedy("good", [1] * 20))
+    for _ in range(4):
+        engine.step()
+        assert not engine.has_failed
+    run(engine)
+    model.change = fail
+    for name, has_failed in (("first", False), ("second", True)):
+        engine.submit(greedy(name, [1] * 20))
+        run(engine)
+        assert engine.has_failed == has_failed
 
 
 arrivals = st.lists(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import gevent
 import pytest
@@ -76,13 +78,22 @@ def lines_of(connection: socket.socket) -> Iterator[bytes]:
         yield from lines
 
 
-@pytest.mark.parametrize(("path", "text"), [("/generate", "text"), ("/v1/completions", "choices")])
+ONE_TOKEN = re.compile(rb'"logprobs":[[{]')
+PROMPT = {"prompt": "a", "logprobs": 0}
+CHAT = {"model": "stub", "messages": [{"role": "user", "content": "a"}], "logprobs": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("/generate", PROMPT), ("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)],
+)
 def test_each_event_is_through_before_the_next_token_is_made(
-    path: str, text: str, tmp_path: Path
+    path: str, asked: dict[str, Any], tmp_path: Path
 ) -> None:
-    with gevent.Timeout(60), running(StubService()) as service, serving_of(service) as server:
+    one_chunk = StubService(prefill_chunk=64)
+    with gevent.Timeout(60), running(one_chunk) as service, serving_of(service) as server:
         service.stub.change = steps = Steps()
-        body = json.dumps({"prompt": "a", "max_tokens": 6, "stream": True}).encode()
+        body = json.dumps(asked | {"max_tokens": 6, "ignore_eos": True, "stream": True}).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         with (
             nginx(tmp_path, server.server_port) as address,
@@ -93,7 +104,7 @@ def test_each_event_is_through_before_the_next_token_is_made(
             steps.permits.release()  # the prompt, and the first token
             num_events = 0
             for line in lines_of(connection):
-                if line.startswith(b"data: ") and text.encode() in line:
+                if line.startswith(b"data: ") and ONE_TOKEN.search(line):
                     num_events += 1
                     steps.permits.release()
                     if num_events == 6:

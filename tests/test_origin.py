@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,9 +21,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 def replace_by_its_like(folder: Path) -> None:
-    new = folder.parent / "new"
+    """Of the same time, too."""
+    old, new = folder / "config.json", folder.parent / "new"
     new.write_text("{}")
-    new.replace(folder / "config.json")
+    times = old.stat()
+    os.utime(new, ns=(times.st_atime_ns, times.st_mtime_ns))
+    new.replace(old)
+
+
+def touch(folder: Path) -> None:
+    """By as little as can be told."""
+    times = (folder / "config.json").stat()
+    os.utime(folder / "config.json", ns=(times.st_atime_ns, times.st_mtime_ns + 1))
 
 
 def test_same_files_are_the_same_model_by_whatever_path(folder: Path) -> None:
@@ -38,8 +48,9 @@ def test_same_files_are_the_same_model_by_whatever_path(folder: Path) -> None:
         lambda folder: (folder / "tokenizer.json").touch(),
         lambda folder: (folder / "config.json").unlink(),
         replace_by_its_like,
+        touch,
     ],
-    ids=["size", "one more", "one less", "inode"],
+    ids=["size", "one more", "one less", "inode", "time"],
 )
 def test_changed_file_makes_another(folder: Path, change: Callable[[Path], object]) -> None:
     before = read_origin(folder)

@@ -25,7 +25,7 @@ from .services import SETTINGS, StubService, running, until
 from .sockets import Client, Reply, post, serving_of
 
 STEP_SECONDS = 0.005
-NUM_ARRIVALS, NUM_QUEUED = 1000, 80
+NUM_ARRIVALS, NUM_QUEUED = 1000, 60
 
 T = TypeVar("T")
 
@@ -110,12 +110,10 @@ def test_request_over_the_bound_is_a_429_that_says_what_it_would_have_waited_for
 def test_refusal_takes_less_than_50_ms() -> None:
     with serving(1, max_queued_requests=50) as (service, server, _):
         fill(service, server, 50)
-        seconds = []
-        for _ in range(20):
-            started_at = time.perf_counter()
-            assert ask(server).status == 429
-            seconds.append(time.perf_counter() - started_at)
-        assert statistics.median(seconds) < 0.05
+        num_refusals = 20
+        started_at = time.thread_time()  # the hub's, and so the client's: others may be busy
+        assert [ask(server).status for _ in range(num_refusals)] == [429] * num_refusals
+        assert (time.thread_time() - started_at) / num_refusals < 0.05
 
 
 @pytest.mark.parametrize("path", [b"/generate", b"/v1/completions", b"/v1/chat/completions"])
@@ -221,9 +219,12 @@ def test_requests_whose_time_is_over_in_the_queue_are_never_read_and_leave_it_at
 
 def test_priority_of_a_request_goes_before_its_arrival() -> None:
     with serving(1) as (service, server, gate):
-        jobs = fill(service, server, 2, max_tokens=1)
-        jobs.append(gevent.spawn(ask, server, "urgent", priority=-1, max_tokens=1))
-        until(lambda: service.bridge.backlog.num_sequences == 3)
+        jobs = fill(service, server, 0)
+        for number, (name, priority) in enumerate(
+            (("waits-0", 0), ("waits-1", 0), ("urgent", -1)), 1
+        ):
+            jobs.append(gevent.spawn(ask, server, name, priority=priority, max_tokens=1))
+            until(lambda number=number: service.bridge.backlog.num_sequences == number)  # type: ignore[misc]
         gate.is_open = True
         gevent.joinall(jobs)
         order = [plan.prefill.sequence.request_id for plan in service.stub.plans if plan.prefill]
@@ -298,9 +299,11 @@ def test_storm_of_a_thousand_is_told_an_honest_wait_and_takes_no_memory() -> Non
         service.stub.change = lambda plan, logits: time.sleep(STEP_SECONDS)
         warm = Storm(server, 12)
         assert warm.statuses == {200}
+        started_at = time.thread_time()
         first = Storm(server, NUM_ARRIVALS)
+        assert (time.thread_time() - started_at) / len(first.refused) < 0.05  # likewise
         memory = psutil.Process().memory_info().rss
-        second = Storm(server, NUM_ARRIVALS // 4)
+        second = Storm(server, 2 * NUM_QUEUED)
         grown = psutil.Process().memory_info().rss - memory
         for storm in (first, second):
             assert storm.statuses == {200, 429}

@@ -178,7 +178,7 @@ def test_process_that_grows_is_told(
 def test_seconds_of_it_on_a_tiny_model_find_nothing(tiny_llama: TinyModel, tmp_path: Path) -> None:
     file = tmp_path / "soak.json"
     command = [sys.executable, "scripts/soak.py", "--model", str(tiny_llama.folder)]
-    options = ["--minutes", "0.08", "--sample-seconds", "0.3", "--max-slope", "1000"]
+    options = ["--minutes", "0.03", "--sample-seconds", "0.2", "--max-slope", "1000"]
     flags = ["--", "--threads", "1", "--max-batch-size", "3"]
     done = subprocess.run(
         [*command, *options, "--json", str(file), *flags],

@@ -9,9 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from app.model import OnnxModel
 
 from .conftest import TinyModel
 from .live import ROOT, LiveServer
@@ -76,6 +79,30 @@ def test_every_library_takes_the_threads_of_the_mask() -> None:
     counts.pop("at::get_num_interop_threads")  # of a pool that nothing starts
     counts.pop("std::thread::hardware_concurrency")
     assert set(counts.values()) == {"1"}, counts
+
+
+def test_session_has_the_threads_that_it_is_given_and_none_between_operators(
+    tiny_llama: TinyModel,
+) -> None:
+    """FR32."""
+    model: Any = OnnxModel.load(tiny_llama.folder, "cpu", num_threads=3)
+    options = model._form._session.get_session_options()
+    assert (options.intra_op_num_threads, options.inter_op_num_threads) == (3, 1)
+
+
+def test_server_keeps_the_tokenizers_from_a_thread_pool_of_their_own() -> None:
+    """FR47."""
+    told = "import os, app.__main__; print(os.environ['TOKENIZERS_PARALLELISM'])"
+    environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
+    done = subprocess.run(
+        [sys.executable, "-c", told],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "false", done.stderr
 
 
 def test_process_that_has_tokenized_a_batch_may_start_another(
