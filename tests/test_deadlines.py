@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stands still but for `clock.now`; for the hub. Waits are real, and of at most 175 ms."""
     clock = SimpleNamespace(now=1000.0)
     clock.monotonic = lambda: clock.now
-    for module in ("app.http", "app.completion"):
+    for module in ("app.http", "app.answer"):
         monkeypatch.setattr(f"{module}.time", clock)
     return clock
 
