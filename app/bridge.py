@@ -157,6 +157,11 @@ class Bridge:
         return self.why_not_ready is None
 
     @property
+    def was_ready(self) -> bool:
+        """Has the engine ever produced a token?"""
+        return self._engine is not None
+
+    @property
     def why_not_ready(self) -> str | None:
         """None if the engine has produced a token, its work goes on, and neither its last two steps
         nor its last self-test failed."""

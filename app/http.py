@@ -145,8 +145,13 @@ def send_stream(
         answer.abort()
         _tell(answer)
         raise
-    response = Response(guarded(answer, frames, count), headers=_SSE_HEADERS)
     noted = request.environ.setdefault(NOTE, {})
+
+    def hear(code: str) -> None:
+        noted["error"] = code
+        count(code)
+
+    response = Response(guarded(answer, frames, hear), headers=_SSE_HEADERS)
 
     def end() -> None:  # also if nothing of it was ever asked for
         answer.abort()
