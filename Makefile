@@ -2,6 +2,7 @@
 # make test    set up, run all tests
 # make setup   the virtual environment alone      make model   the default model alone
 # make lint    ruff and mypy                      make bench   measure a running server
+# make faults  every fault at every place: minutes
 
 PYTHON ?= python3
 DEVICE ?= auto
@@ -23,7 +24,7 @@ DEFAULT_MODEL := models/default/quantization.json
 export ORT_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test setup model lint bench clean
+.PHONY: run test faults setup model lint bench clean
 .DELETE_ON_ERROR:
 
 # With MODEL_PATH=FOLDER that folder is served, and no default model is prepared.
@@ -32,6 +33,9 @@ run: $(VENV)/.run-installed $(if $(MODEL_PATH),,$(DEFAULT_MODEL))
 
 test: $(VENV)/.dev-installed $(DEFAULT_MODEL)
 	$(BIN)/python -m pytest
+
+faults: $(VENV)/.dev-installed
+	ALL_FAULTS=1 $(BIN)/python -m pytest tests/test_faults.py tests/test_faults_model.py
 
 lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "bench_host.py"
+from click.testing import CliRunner
+
+from .live import ROOT
+
+sys.path.append(str(ROOT / "scripts"))  # where a script finds its siblings
+
+import bench_host
 
 
 def test_every_mix_is_measured_beside_its_limit(tmp_path: Path) -> None:
     file = tmp_path / "host.json"
     sizes = ["--rows", "1,3", "--vocab", "400", "--steps", "2", "--repeats", "2"]
-    command = [sys.executable, str(SCRIPT), *sizes, "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(bench_host.main, [*sizes, "--json", str(file)])
+    assert done.exit_code == 0, done.output
     report = json.loads(file.read_text())
     assert json.loads(done.stdout.splitlines()[-1]) == report
     cases = [(row["mix"], row["rows"], row["limit_ms"]) for row in report["results"]]

@@ -3,11 +3,14 @@ said before."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import app.engine
@@ -20,8 +23,8 @@ from app.text import TextCodec
 
 from .conftest import TinyModel
 from .engines import StubModel, loaded_model, real_engine
-from .faults import FAULTS, GENERATE, NUM_ROWS, Ending, Rig, Trap, rigged
-from .services import SETTINGS, StubService
+from .faults import FAULTS, GENERATE, LIMIT_SECONDS, NUM_ROWS, Ending, Rig, Trap, rigged
+from .services import SETTINGS, StubService, hold_until, until
 from .wire import Client
 
 
@@ -85,5 +88,58 @@ def test_real_model_says_the_same_behind_a_fault(
     assert (endings == good) == survives
     real.recover_rows()
     assert ask() == good
+    assert real.get("/health/ready") == 200
+    real.check()
+
+
+def test_logits_that_are_not_finite_fail_their_rows_and_end_readiness_until_a_step_is_good(
+    real: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(forward: Callable[[], Any]) -> Any:
+        return np.full_like(forward(), np.nan)
+
+    real.begin()
+    good = real.ask()
+    trap = Trap(monkeypatch, OnnxModel, "forward")
+    trap.set(spoil, is_for_ever=True)
+    assert [real.ask().code for _ in range(2)] == ["model_failure"] * 2
+    assert (real.get("/health/live"), real.get("/health/ready")) == (200, 503)
+    trap.free()
+    assert real.ask() == good
+    assert real.get("/health/ready") == 200
+    real.check()
+
+
+def test_slow_steps_change_no_answer(real: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    real.begin()
+    good = real.ask()
+    trap = Trap(monkeypatch, OnnxModel, "forward")
+    trap.set(FAULTS["slow"], is_for_ever=True)
+    assert real.ask() == good
+    assert trap.has_sprung
+    real.check()
+
+
+def test_step_that_hangs_ends_readiness_and_goes_on_where_it_stood(
+    real: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+
+    def hang(forward: Callable[[], Any]) -> Any:
+        hold_until(released.is_set)
+        return forward()
+
+    real.begin()
+    good = real.ask()
+    trap = Trap(monkeypatch, OnnxModel, "forward")
+    trap.set(hang, 2)
+    with Client(real.port) as client:
+        real.send(client)
+        until(lambda: trap.has_sprung)
+        real.clock.now += LIMIT_SECONDS + 1
+        assert (real.get("/health/live"), real.get("/health/ready")) == (200, 503)
+        assert real.ask().code == "not_ready"
+        released.set()
+        assert real.read(client) == good
     assert real.get("/health/ready") == 200
     real.check()

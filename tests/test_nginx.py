@@ -78,7 +78,7 @@ def lines_of(connection: socket.socket) -> Iterator[bytes]:
         yield from lines
 
 
-ONE_TOKEN = re.compile(rb'"logprobs":[[{]')
+ONE_TOKEN = re.compile(rb'"logprobs":(\[|\{)')
 PROMPT = {"prompt": "a", "logprobs": 0}
 CHAT = {"model": "stub", "messages": [{"role": "user", "content": "a"}], "logprobs": True}
 

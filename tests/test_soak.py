@@ -179,6 +179,7 @@ def test_seconds_of_it_on_a_tiny_model_find_nothing(tiny_llama: TinyModel, tmp_p
     file = tmp_path / "soak.json"
     command = [sys.executable, "scripts/soak.py", "--model", str(tiny_llama.folder)]
     options = ["--minutes", "0.03", "--sample-seconds", "0.2", "--max-slope", "1000"]
+    options += ["--max-prompt", "60", "--max-answer", "20"]
     flags = ["--", "--threads", "1", "--max-batch-size", "3"]
     done = subprocess.run(
         [*command, *options, "--json", str(file), *flags],

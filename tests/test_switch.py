@@ -472,13 +472,13 @@ def test_streams_around_a_switch_each_say_what_their_own_model_says(
 ) -> None:
     """Three at a time on two rows, so that some wait; bit by bit as in quiet."""
     server.wait_ready()
-    alone = {server.answer(60)}
+    alone = {server.answer(30)}
     answers: list[tuple[str, str]] = []
     is_over = threading.Event()
 
     def ask() -> None:
         while not is_over.is_set():
-            answers.append(server.answer(60))
+            answers.append(server.answer(30))
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
@@ -486,11 +486,11 @@ def test_streams_around_a_switch_each_say_what_their_own_model_says(
     wait_for(lambda: len(answers) > 3, "answers of the first model")
     assert server.switch(tiny_llama.folder).json()["switched"] is True
     num_old = len(answers)
-    wait_for(lambda: len(answers) > num_old + 6, "answers of the second model")
+    wait_for(lambda: len(answers) > num_old + 3, "answers of the second model")
     is_over.set()
     for thread in threads:
         thread.join()
-    alone.add(server.answer(60))
+    alone.add(server.answer(30))
     assert len(alone) == 2
     assert set(answers) == alone
 
