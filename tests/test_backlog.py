@@ -256,6 +256,8 @@ def test_those_that_have_left_the_queue_are_not_in_front() -> None:
     place = simulation.backlog.next_place("")
     assert (place.position, place.length) == (2, 1)
     assert place.seconds == pytest.approx(10 * 0.02, abs=0.05)
+    line = simulation.backlog._lines[""]
+    assert [line.work(expected).num_answer_tokens for expected in (1, 1000)] == [1, 5]
 
 
 def test_sequence_that_the_last_step_has_ended_does_not_run() -> None:
@@ -265,7 +267,8 @@ def test_sequence_that_the_last_step_has_ended_does_not_run() -> None:
         raise RuntimeError
 
     simulation.submit(asked(3, 50))
-    simulation.engine.step()
+    for _ in range(3):
+        simulation.engine.step()
     assert simulation.backlog.next_place("").seconds > 0
     simulation.model.change = fail
     simulation.run()
