@@ -144,15 +144,19 @@ def test_client_that_leaves_in_mid_answer_is_a_499_with_its_tokens(
 
 def test_stream_that_fails_in_mid_answer_has_its_error(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "app.access")
+    has_begun = threading.Event()
 
     def fail(plan: StepPlan, logits: object) -> None:
         if plan.decode and len(plan.decode[0].output_ids) == 3:
+            hold_until(has_begun.is_set)
             raise RuntimeError("no luck")
 
     with running(StubService()) as service, serving_of(service) as server:
         service.stub.change = fail
         with Client(server) as client:
             client.send(ask(b"/generate", b', "stream": true}', b"Connection: close"))
+            client.read()
+            has_begun.set()
             received = client.read_to_end()
         until(lambda: any(record.name == "app.access" for record in caplog.records))
     line = next(dict(r.msg) for r in caplog.records if r.name == "app.access")  # type: ignore[call-overload]
