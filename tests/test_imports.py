@@ -28,6 +28,7 @@ OWN: dict[str, set[str]] = {
     "pulse": set(),
     "batch_limit": set(),
     "origin": set(),
+    "garbage": set(),
     "pace": set(),
     "stops": set(),
     "precision": set(),
@@ -86,7 +87,7 @@ OWN: dict[str, set[str]] = {
     "metrics": {"backlog", "histogram", "sequence"},
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
-    "bridge": {"backlog", "engine", "errors", "pulse", "sequence"},
+    "bridge": {"backlog", "engine", "errors", "garbage", "pulse", "sequence"},
     "drain": {"bridge", "errors"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
     "completion": {
@@ -125,8 +126,8 @@ OWN: dict[str, set[str]] = {
         *{"bridge", "config", "drain", "engine", "errors", "graph", "guard", "key_ring", "loading"},
         *{"metrics", "quota", "served"},
     },
-    "switch": {"bridge", "errors", "origin", "served", "service"},
-    "admin_api": {"errors", "generate_requests", "http", "served", "service", "switch"},
+    "switch": {"bridge", "errors", "garbage", "origin", "served", "service"},
+    "admin_api": {"errors", "generate_requests", "http", "keys", "served", "service", "switch"},
     "http": {
         *{"access", "completion", "config", "departure", "direct", "errors", "limits", "protocol"},
         *{"replies", "served", "service"},
