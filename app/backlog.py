@@ -19,6 +19,7 @@ from .sequence import Sequence, Status, StepPlan
 from .work import Line, Work
 
 _LISTED_SECONDS = 1.0
+_LISTED_PER_SECOND = 2000  # a long queue is listed less often: that takes 2 ms per thousand
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,9 @@ class Backlog:
         in which they came."""
         if not _waits(sequence):
             return None
-        is_old = self._clock() - self._listed_at >= _LISTED_SECONDS
+        is_old = self._clock() - self._listed_at >= max(
+            _LISTED_SECONDS, len(self._listed) / _LISTED_PER_SECOND
+        )
         if is_old or id(sequence) not in self._listed:
             self._list(open_sequences)
         ahead = Work(*self._listed[id(sequence)])

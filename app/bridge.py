@@ -71,6 +71,8 @@ class TokenStream:
     wait, nor raise. Without a `bridge` no engine hears of a sequence's end.
     """
 
+    __slots__ = ("sequence", "passage", "_arrived", "_arrival", "_bridge")
+
     def __init__(
         self, sequence: Sequence, arrival: gevent.event.Event, bridge: Bridge | None = None
     ) -> None:
@@ -289,11 +291,12 @@ class Bridge:
             if isinstance(item, State):
                 self._change(item)
                 continue
+            streams = self._streams
             for advance in item:
-                stream = self._streams.get(advance.sequence)
+                stream = streams.get(advance.sequence)
                 if stream is not None:  # the self-test has none
                     if advance.finish_reason is not None:
-                        del self._streams[advance.sequence]
+                        del streams[advance.sequence]
                     _hand_out(stream, advance)
 
     def _change(self, state: State) -> None:

@@ -1,28 +1,25 @@
-"""One request's answer as it grows: token ids in, text deltas out, for each of its choices.
+"""One choice of an answer as it grows: token ids in, text deltas out.
 
 Plain and streamed answers both come through here, so they cannot differ. It belongs to the hub.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import gevent
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from .detokenizer import Detokenizer
-from .errors import ClientLeft, DeadEnd, DeadlineExceeded, Draining, ModelFailure
+from .errors import DeadEnd, Draining, ModelFailure
 from .sequence import Advance, FinishReason, Sequence, TokenLogprobs
 from .stops import StopMatcher
 
 if TYPE_CHECKING:
-    from gevent.event import Event
-
     from .backlog import Place
     from .bridge import TokenStream
-    from .direct import Outlet
+
+_NO_TEXTS: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +46,13 @@ class Completion:
     """One choice. `num_tokens` is how many tokens it has taken, an end token included: the engine
     may be ahead of it."""
 
+    __slots__ = (
+        *("sequence", "num_tokens", "finish_reason", "_stream", "_detokenizer", "_stops"),
+        *("_is_plain", "_tokens", "_kept"),
+    )
+
     def __init__(
-        self, stream: TokenStream, detokenizer: Detokenizer, stops: Iterable[str] = ()
+        self, stream: TokenStream, detokenizer: Detokenizer, stops: Collection[str] = ()
     ) -> None:
         self.sequence: Sequence = stream.sequence
         self.num_tokens = 0
@@ -58,6 +60,7 @@ class Completion:
         self._stream = stream
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops)
+        self._is_plain = not stops and self.sequence.params.num_logprobs is None
         self._tokens: list[Token] = []
         self._kept = ""  # text of `pass_on`, for `take`
 
@@ -86,6 +89,12 @@ class Completion:
             return self._delta(text) if text or self._tokens else None
         self._kept = text
         return None
+
+    @property
+    def texts(self) -> Mapping[int, str]:
+        """By token id, what `pass_on` would return the text of next, where it would do no more than
+        count the token: then the caller may count it instead. Not all of them are known."""
+        return self._detokenizer.texts if self._is_plain else _NO_TEXTS
 
     def place(self) -> Place | None:
         """In the queue; None if it does not wait."""
@@ -128,7 +137,7 @@ class Completion:
         if token_id is not None:
             self.num_tokens += 1
             if token_id not in self.sequence.end_ids:
-                text = self._detokenizer.feed((token_id,))
+                text = self._detokenizer.add(token_id)
                 if self.num_tokens >= self.sequence.params.min_tokens:
                     text = self._stops.feed(text)
                 if advance.logprobs is not None:
@@ -152,162 +161,6 @@ class Completion:
         return Delta(text, self.finish_reason, tokens)
 
 
-class Answer:
-    """All choices of one request. Iterate once: yields (choice, delta) as they come, for each
-    choice one with a finish reason.
-
-    Raises ModelFailure if the engine fails, DeadEnd if the request leaves no token to choose,
-    Draining if the server stops, ClientLeft behind `leave`, DeadlineExceeded if `deadline_at` (of
-    `time.monotonic`) passes before any choice has a token. At the deadline the engine stops also
-    where nobody iterates: the reader may be waiting for a client that does not read.
-    """
-
-    def __init__(
-        self,
-        request_id: str,
-        completions: list[Completion],
-        arrival: Event,
-        deadline_at: float | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.completions = completions
-        self._arrival = arrival
-        self._deadline_at = deadline_at
-        self._has_left = False
-        self._failure: Exception | None = None  # of a passage
-        self._outlet: Outlet | None = None
-        self._frame: Callable[[int, Delta], bytes] = _no_frame
-        self._timer: Any = None
-        self._look_at_deadline()
-
-    def write_to(self, outlet: Outlet, frame: Callable[[int, Delta], bytes]) -> None:
-        """While its reader waits for deltas, those that do not end a choice go straight to
-        `outlet`, framed: they are not yielded."""
-        self._outlet, self._frame = outlet, frame
-
-    def wait(self, seconds: float | None) -> bool:
-        """Until there is something to tell, a failure too; False if there is not yet, or behind
-        `nudge`."""
-        self._arrival.wait(seconds)
-        if not (has_news := self._has_news()):
-            self._arrival.clear()
-        return has_news
-
-    def nudge(self) -> None:
-        """Wakes whoever waits."""
-        self._arrival.set()
-
-    def place(self) -> Place | None:
-        """In the queue, of its first choice; None once that is taken up."""
-        return self.completions[0].place()
-
-    def __iter__(self) -> Iterator[tuple[int, Delta]]:
-        running = dict(enumerate(self.completions))
-        while running:
-            self._wait(running)
-            self._arrival.clear()
-            self._check_client()
-            # First: what has come by the deadline counts, however long a yield takes.
-            is_over = self._seconds_left() == 0.0
-            for choice, completion in running.items():
-                self._check_client()
-                if (delta := completion.take()) is not None:
-                    yield choice, delta
-            if is_over:
-                yield from self._expire(running)
-            running = {i: c for i, c in running.items() if c.finish_reason is None}
-
-    @property
-    def has_logprobs(self) -> bool:
-        return self.completions[0].sequence.params.num_logprobs is not None
-
-    def abort(self) -> None:
-        """The client has gone, or the answer cannot be given; nothing happens if it is complete."""
-        self._stop_timer()
-        for completion in self.completions:
-            completion.abort()
-
-    def leave(self) -> None:
-        """The client has gone, and whoever waits for the answer is to know."""
-        self.abort()
-        self._has_left = True
-        self._arrival.set()
-
-    def _wait(self, running: dict[int, Completion]) -> None:
-        outlet = self._outlet
-        if outlet is None or not outlet.is_open:
-            self._arrival.wait(self._seconds_left())
-            return
-        for choice, completion in running.items():
-            completion.open(self._passage(choice, completion, outlet))
-        try:
-            self._arrival.wait(self._seconds_left())
-        finally:
-            for completion in running.values():
-                completion.open(None)
-        outlet.flush()
-        if self._failure is not None:
-            raise self._failure
-
-    def _passage(
-        self, choice: int, completion: Completion, outlet: Outlet
-    ) -> Callable[[Advance], None]:
-        """From the hub's callback to the socket; whatever else there is to do is the reader's, who
-        is woken."""
-        frame, pass_on, send = self._frame, completion.pass_on, outlet.send
-
-        def write(advance: Advance) -> None:
-            try:
-                delta = pass_on(advance)
-                if delta is not None:
-                    if not (framed := frame(choice, delta)) or send(framed):
-                        return
-                elif completion.finish_reason is None:
-                    return
-            except Exception as error:
-                self._failure = error
-            self._arrival.set()
-
-        return write
-
-    def _has_news(self) -> bool:
-        has_arrived = any(completion.has_arrived for completion in self.completions)
-        return has_arrived or self._has_left or self._seconds_left() == 0.0
-
-    def _check_client(self) -> None:
-        if self._has_left:
-            raise ClientLeft("the client has left")
-
-    def _look_at_deadline(self) -> None:
-        """On the hub, at the deadline and until then."""
-        self._stop_timer()
-        left = self._seconds_left()
-        if left:
-            self._timer = gevent.get_hub().loop.timer(left)
-            self._timer.start(self._look_at_deadline)
-        elif left is not None:
-            for completion in self.completions:
-                completion.overrun()
-            self._arrival.set()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.close()
-            self._timer = None
-
-    def _seconds_left(self) -> float | None:
-        if self._deadline_at is None:
-            return None
-        return max(0.0, self._deadline_at - time.monotonic())
-
-    def _expire(self, running: dict[int, Completion]) -> Iterator[tuple[int, Delta]]:
-        left = {i: c for i, c in running.items() if c.finish_reason is None}
-        ended = [(choice, completion.expire()) for choice, completion in left.items()]
-        if not any(completion.num_tokens for completion in self.completions):
-            raise DeadlineExceeded("the request's time was over before its first token")
-        yield from ended
-
-
 def _check(reason: FinishReason, error: str | None) -> None:
     """Raises for an end that is none of the answer's."""
     if reason is FinishReason.ERROR:
@@ -316,7 +169,3 @@ def _check(reason: FinishReason, error: str | None) -> None:
         raise DeadEnd(error or "no token is permitted")
     if reason is FinishReason.ABORT:  # not by this client, which is still here
         raise Draining(error or "the request was aborted")
-
-
-def _no_frame(choice: int, delta: Delta) -> bytes:
-    raise AssertionError("nothing is passed on without an outlet")

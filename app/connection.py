@@ -160,6 +160,8 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
                 super().run_application()
             finally:
                 self.has_left |= departure.has_left
+                if (outlet := self.environ.get(direct.ENVIRON_KEY)) is not None:
+                    self.response_length += outlet.num_sent
 
     def finalize_headers(self) -> None:
         super().finalize_headers()

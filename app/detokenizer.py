@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _NONE: Mapping[int, bytes] = MappingProxyType({})
+_NO_TEXTS: Mapping[int, str] = MappingProxyType({})
 
 
 class Detokenizer:
@@ -28,12 +29,33 @@ class Detokenizer:
     character turn into U+FFFD, and so does a character that the last token left unfinished.
     """
 
-    def __init__(self, token_bytes: list[bytes], visible: Mapping[int, bytes] = _NONE) -> None:
-        """`token_bytes` by id; those of `visible` hold instead."""
+    def __init__(
+        self,
+        token_bytes: list[bytes],
+        visible: Mapping[int, bytes] = _NONE,
+        texts: dict[int, str] | None = None,
+    ) -> None:
+        """`token_bytes` by id; those of `visible` hold instead. `texts` is kept by all detokenizers
+        of the same ids: what is text by itself is put there as it comes."""
         self._token_bytes = token_bytes
         self._visible = visible
+        self._texts = {} if texts is None else texts
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_half = False  # the decoder holds half a character back
+
+    @property
+    def texts(self) -> Mapping[int, str]:
+        """What `add` would return next, of those ids for which that is known and changes nothing
+        here."""
+        return _NO_TEXTS if self._is_half else self._texts
+
+    def add(self, token_id: int) -> str:
+        """`feed` of one."""
+        was_half = self._is_half
+        text = self.feed((token_id,))
+        if text and not (was_half or self._is_half):
+            self._texts[token_id] = text
+        return text
 
     def feed(self, token_ids: Iterable[int], *, is_last: bool = False) -> str:
         table, visible = self._token_bytes, self._visible

@@ -21,6 +21,7 @@ from .errors import ClientLeft
 ENVIRON_KEY = "phi_serve.direct"
 
 _MOST_AT_ONCE = 200  # comments, then the hub turns
+_TURN_SECONDS = 0.02  # what is due by then waits for the others: a turn of its own costs more
 
 
 class Handler(Protocol):
@@ -29,7 +30,6 @@ class Handler(Protocol):
     socket: Any  # gevent's
     headers_sent: bool
     response_use_chunked: bool
-    response_length: int
     has_left: bool
 
     def _sendall(self, data: bytes) -> None: ...
@@ -38,14 +38,18 @@ class Handler(Protocol):
 class Outlet:
     """The socket of one answer, past WSGI.
 
-    Invariant: while `rest` is not empty, nothing is sent but by `flush`.
+    Invariant: while `rest` is not empty, nothing is sent but by `flush`. `num_sent` are the bytes
+    that `send` has sent.
     """
 
-    __slots__ = ("_handler", "rest")
+    __slots__ = ("_handler", "_is_chunked", "_write", "num_sent", "rest")
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
+        self._write: Callable[[bytes], int] | None = None
+        self._is_chunked = True
         self.rest = b""  # of what was sent, and not taken
+        self.num_sent = 0
 
     @property
     def is_open(self) -> bool:
@@ -57,19 +61,25 @@ class Outlet:
         then nothing else may be sent. Never waits."""
         if self.rest:
             return False
-        handler = self._handler
-        # As pywsgi does it; it has decided so with the headers.
-        data = b"%x\r\n%b\r\n" % (len(frame), frame) if handler.response_use_chunked else frame
+        write = self._write or self._begin()
+        data = b"%x\r\n%b\r\n" % (len(frame), frame) if self._is_chunked else frame
         try:
-            # The socket below gevent's, which would wait.
-            num_sent = handler.socket._sock.send(data)
+            num_sent = write(data)
         except OSError:  # it is full, or broken: `flush` will tell
             num_sent = 0
-        handler.response_length += num_sent
+        self.num_sent += num_sent
         if num_sent == len(data):
             return True
         self.rest = data[num_sent:]
         return False
+
+    def _begin(self) -> Callable[[bytes], int]:
+        # As pywsgi does it; it has decided so with the headers.
+        self._is_chunked = self._handler.response_use_chunked
+        # The socket below gevent's, which would wait.
+        write: Callable[[bytes], int] = self._handler.socket._sock.send
+        self._write = write
+        return write
 
     def flush(self) -> None:
         """Waits until the client has taken the rest, if there is one. For the answer's greenlet.
@@ -121,9 +131,11 @@ class Regular:
     def _turn(self) -> None:
         self._timer.close()
         self._timer = None
+        now = self._clock()
         for _ in range(_MOST_AT_ONCE):
-            if not self._due or self._due[0][0] > self._clock():
-                break
+            if not self._due or self._due[0][0] > now:
+                self._set_timer(_TURN_SECONDS)
+                return
             _, _, call = heapq.heappop(self._due)
             if call.function is not None:
                 call.function()

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .completion import Delta
-from .replies import TextEvent, event, logprobs, timings, usage
+from .passage import TextEvent
+from .replies import event, logprobs, timings, usage
 
 if TYPE_CHECKING:
-    from .completion import Answer
+    from .answer import Answer
     from .replies import Indexed
     from .text import TextCodec
 
@@ -52,8 +53,7 @@ def running(answer: Answer, codec: TextCodec) -> Callable[[int, Delta], bytes]:
     """Frames deltas that are not a choice's last."""
     if len(answer.completions) > 1 or answer.has_logprobs:
         return lambda index, delta: event(_numbered(answer, index, delta, codec))
-    text_event = TextEvent(lambda text: event(_fields(answer, Delta(text), codec)))
-    return lambda _, delta: text_event.frame(delta.text)
+    return TextEvent(lambda text: event(_fields(answer, Delta(text), codec)))
 
 
 def _numbered(answer: Answer, index: int, delta: Delta, codec: TextCodec) -> dict[str, Any]:

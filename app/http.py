@@ -26,7 +26,8 @@ from .served import Ask, Served
 from .service import Service
 
 if TYPE_CHECKING:
-    from .completion import Answer, Delta
+    from .answer import Answer
+    from .completion import Delta
     from .config import Settings
     from .replies import Indexed
 

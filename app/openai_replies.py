@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import orjson
 
 from .completion import Delta
-from .replies import TextEvent, event, logprobs, timings, usage
+from .passage import TextEvent
+from .replies import event, logprobs, timings, usage
 from .sequence import FinishReason
 
 if TYPE_CHECKING:
+    from .answer import Answer
     from .call_json import ToolCall
-    from .completion import Answer, Token
+    from .completion import Token
     from .replies import Indexed
     from .text import TextCodec
     from .tool_calls import ToolParser
@@ -92,8 +94,7 @@ class Reply(ABC):
 
         if len(self.answer.completions) > 1 or not self._is_text_only:
             return frame
-        text_event = TextEvent(lambda text: frame(0, Delta(text)))
-        return lambda _, delta: text_event.frame(delta.text)
+        return TextEvent(lambda text: frame(0, Delta(text)))
 
     @property
     def _is_text_only(self) -> bool:

@@ -13,7 +13,8 @@ import orjson
 from .errors import ClientLeft, ServeError
 
 if TYPE_CHECKING:
-    from .completion import Answer, Delta, Token
+    from .answer import Answer
+    from .completion import Delta, Token
     from .text import TextCodec
 
     Indexed = tuple[int, Delta]
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients pass over
-_MARK = "\0text\0"
-_MARKED = orjson.dumps(_MARK)
 
 
 def keep_alive(answer: Answer) -> bytes:
@@ -105,20 +104,6 @@ def _token_object(id_: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
 def event(fields: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + orjson.dumps(fields) + b"\n\n"
-
-
-class TextEvent:
-    """Events that differ in one text only: the rest is written once. `frame_whole` makes such an
-    event; behind the text no other may hold a text of the request's."""
-
-    def __init__(self, frame_whole: Callable[[str], bytes]) -> None:
-        self._frame_whole = frame_whole
-        self._head = self._tail = b""
-
-    def frame(self, text: str) -> bytes:
-        if not self._head:
-            self._head, _, self._tail = self._frame_whole(_MARK).rpartition(_MARKED)
-        return self._head + orjson.dumps(text) + self._tail
 
 
 def guarded(

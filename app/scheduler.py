@@ -9,7 +9,9 @@ prefill closes up.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from operator import attrgetter
 
 from .batch_limit import BatchLimit
 from .repetition import extend_runs, num_repeats
@@ -30,6 +32,7 @@ from .waiting import WaitingQueue
 _NOT_FINITE = (
     "the model's logits are not finite for this request (an overflow in fp16, or broken weights)"
 )
+_owner = attrgetter("owner")
 _NO_CHOICE = "no token is left that this request's grammar or its allowed tokens permit"
 
 
@@ -69,9 +72,11 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         params = sequence.params
-        sequence.end_ids = params.stop_token_ids | (
-            frozenset() if params.ignore_eos else self._eos_ids
-        )
+        eos_ids = frozenset() if params.ignore_eos else self._eos_ids
+        # One set for all where it is the same: each step looks into it for each row.
+        sequence.end_ids = params.stop_token_ids | eos_ids if params.stop_token_ids else eos_ids
+        room = self._max_model_len - len(sequence.prompt_ids)
+        sequence.max_output = min(params.max_tokens, room)
         self._waiting.add(sequence)
 
     def end(self, sequence: Sequence) -> None:
@@ -81,8 +86,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Drops what has ended, admits what fits, and says who runs."""
-        self._end_marked()
-        moves = self._close_gaps()
+        moves = self._remove_ended()
         if self._prefilling is None and self._waiting and self._has_free_row():
             self._admit()
         dequeued, self._dequeued = self._dequeued, []
@@ -109,13 +113,16 @@ class Scheduler:
         # As lists: an array's elements one by one take longer than all that is done with them.
         is_finite, has_choice = sampled.is_finite.tolist(), sampled.has_choice.tolist()
         token_ids, logprobs = sampled.token_ids.tolist(), sampled.logprobs
-        for row, sequence in enumerate(plan.sampled):
+        sequences = plan.sampled
+        for row, sequence in enumerate(sequences):
             if not is_finite[row]:
                 advances.append(_failed(sequence, _NOT_FINITE))
             elif not has_choice[row]:
                 advances.append(_failed(sequence, _why_no_choice(sequence), FinishReason.DEAD_END))
             else:
                 advances.append(self._append(sequence, token_ids[row], logprobs.get(row)))
+        for owner, number in Counter(map(_owner, sequences)).items():
+            self._waiting.charge(owner, number)
         return self._take_ended() + advances  # not before: `fail` tells them if this has failed
 
     def fail(self, plan: StepPlan, error: str) -> list[Advance]:
@@ -124,22 +131,22 @@ class Scheduler:
         return self._take_ended() + [_failed(sequence, error) for sequence in sequences]
 
     def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Advance:
-        sequence.output_ids.append(token_id)
-        self._waiting.charge(sequence.owner, 1)
+        output_ids = sequence.output_ids
+        output_ids.append(token_id)
         params = sequence.params
         is_looping = params.repetition_guard and _repeats(sequence)  # each token has to be counted
         constraint = sequence.constraint
         is_complete = constraint is not None and _completes(constraint, token_id)
+        reason = None
         if is_complete or token_id in sequence.end_ids:
-            sequence.finish(FinishReason.STOP)
-        elif is_looping and len(sequence.output_ids) >= params.min_tokens:
-            sequence.finish(FinishReason.REPETITION)
-        elif (
-            len(sequence.output_ids) >= params.max_tokens
-            or sequence.num_tokens >= self._max_model_len
-        ):
-            sequence.finish(FinishReason.LENGTH)
-        return Advance(sequence, token_id, sequence.finish_reason, None, logprobs)
+            reason = FinishReason.STOP
+        elif is_looping and len(output_ids) >= params.min_tokens:
+            reason = FinishReason.REPETITION
+        elif len(output_ids) >= sequence.max_output:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            sequence.finish(reason)
+        return Advance(sequence, token_id, reason, None, logprobs)
 
     def _has_free_row(self) -> bool:
         return self.num_running < self.batch_limit
@@ -165,6 +172,15 @@ class Scheduler:
             self._prefill_row = len(self._decoding)
             sequence.status = Status.RUNNING
             return
+
+    def _remove_ended(self) -> list[Move]:
+        """One look at each row, for in most steps none has ended."""
+        rows, prefilling = self._decoding, self._prefilling
+        sequences = rows if prefilling is None else [*rows, prefilling]
+        if not [s for s in sequences if s.ended_by is not None or s.status is Status.FINISHED]:
+            return self._close_up([])
+        self._end_marked()
+        return self._close_gaps()
 
     def _end_marked(self) -> None:
         """Ends the running sequences that the hub wants no more of."""
@@ -200,9 +216,14 @@ class Scheduler:
                     moves.append(Move(len(rows), row, last.num_cached))
         if self._prefilling is not None and self._prefilling.is_finished:
             self._prefilling = None
-        if self._prefilling is not None and self._prefill_row != len(rows):
-            moves.append(Move(self._prefill_row, len(rows), self._prefilling.num_cached))
-            self._prefill_row = len(rows)
+        return self._close_up(moves)
+
+    def _close_up(self, moves: list[Move]) -> list[Move]:
+        """The prefill right behind the decoding rows."""
+        num_rows = len(self._decoding)
+        if self._prefilling is not None and self._prefill_row != num_rows:
+            moves.append(Move(self._prefill_row, num_rows, self._prefilling.num_cached))
+            self._prefill_row = num_rows
         return moves
 
 

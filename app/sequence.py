@@ -92,7 +92,8 @@ class Sequence:
 
     `ended_by` is the one field that the hub writes, to end the sequence early: its client has gone,
     its deadline passed, or its text holds a stop string. The engine thread reads it between steps.
-    `end_ids` are the tokens that end the answer, once it has a scheduler.
+    `end_ids` are the tokens that end the answer and `max_output` its length at most, once it has a
+    scheduler.
     Instants are in seconds of the engine's clock, None until they have come.
     """
 
@@ -104,6 +105,7 @@ class Sequence:
     owner: str = ""  # the name of an API key; requests of the same one share their turn
     priority: int = 0  # among the owner's: lower is earlier
     end_ids: frozenset[int] = frozenset()
+    max_output: int = 0
     output_ids: list[int] = field(default_factory=list)
     num_cached: int = 0
     runs: list[int] = field(default_factory=list)  # of `repetition`, if it is guarded

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .answer import Answer
 from .backlog import Backlog
 from .bridge import Bridge, State
-from .completion import Answer, Completion
+from .completion import Completion
 from .config import Settings
 from .departure import Departure
 from .errors import InvalidRequest, NotReady

@@ -37,6 +37,7 @@ class TextCodec:
         self._control_finder = control_finder(fields)
         self._plain = PlainEncoder(fields)
         self._token_bytes = token_bytes(self._control_parser)
+        self._texts: dict[int, str] = {}  # of those that are text by themselves, as they come
         self._names: dict[int, bytes] = {
             i: t.content.encode() for i, t in added.items() if t.special
         }
@@ -170,4 +171,6 @@ class TextCodec:
 
     def detokenizer(self, visible_ids: frozenset[int] = frozenset()) -> Detokenizer:
         """For one answer; control tokens are no text of it, but for `visible_ids`."""
-        return Detokenizer(self._token_bytes, {id_: self.spell(id_) for id_ in visible_ids})
+        if visible_ids:
+            return Detokenizer(self._token_bytes, {id_: self.spell(id_) for id_ in visible_ids})
+        return Detokenizer(self._token_bytes, texts=self._texts)

@@ -31,6 +31,7 @@ from app.sequence import StepPlan  # noqa: E402
 from app.served import Served  # noqa: E402
 
 VOCAB = [b" %d" % n for n in range(128)]
+TEXTS: dict[int, str] = {}
 CONTEXT = 1 << 20
 FAST_SECONDS = 0.005
 
@@ -42,7 +43,7 @@ class Codec:
         return [byte % len(VOCAB) for byte in text.encode()]
 
     def detokenizer(self, _: frozenset[int] = frozenset()) -> Detokenizer:
-        return Detokenizer(VOCAB)
+        return Detokenizer(VOCAB, texts=TEXTS)
 
 
 class Chat:

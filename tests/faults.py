@@ -24,9 +24,10 @@ import gevent
 import pytest
 
 from app import connection, engine, generate_replies, http, openai_api
+from app.answer import Answer
 from app.bridge import _NUM_THREADS, Bridge, State, TokenStream
 from app.chat import ChatTemplate
-from app.completion import Answer, Completion
+from app.completion import Completion
 from app.connection import Connection
 from app.departure import Departure
 from app.detokenizer import Detokenizer
@@ -34,8 +35,8 @@ from app.direct import Outlet
 from app.grammar import Grammars
 from app.masks import GrammarConstraint, MaskWorker
 from app.metrics import EngineMetrics, Metrics
+from app.passage import TextEvent
 from app.pulse import Pulse
-from app.replies import TextEvent
 from app.scheduler import Scheduler
 from app.sequence import Sequence, StepPlan
 from app.stops import StopMatcher

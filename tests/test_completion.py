@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from gevent.event import Event
 
+from app.answer import Answer
 from app.bridge import TokenStream
-from app.completion import Answer, Completion, Delta
+from app.completion import Completion, Delta
 from app.errors import ClientLeft, DeadlineExceeded, ModelFailure, NotReady
 from app.sequence import Advance, FinishReason, SamplingParams, Sequence, TokenLogprobs
 from app.text import TextCodec
@@ -278,7 +279,7 @@ def test_what_came_while_its_reader_was_busy_counts_at_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("app.completion.time", clock)
+    monkeypatch.setattr("app.answer.time", clock)
     said = queue(Said(), "a")
     answer = answer_of(said, deadline_at=1030.0)
     deltas = iter(answer)

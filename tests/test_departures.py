@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from openai import OpenAI
 
 from app import http
-from app.completion import Answer
+from app.answer import Answer
 from app.config import Settings
 from app.departure import Departure
 from app.fields import SamplingFields

@@ -12,7 +12,7 @@ import pytest
 
 from app.api import create_app
 from app.detokenizer import Detokenizer
-from app.replies import TextEvent
+from app.passage import TextEvent
 from app.sequence import FinishReason, StepPlan
 from app.stops import StopMatcher
 

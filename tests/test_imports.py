@@ -91,8 +91,10 @@ OWN: dict[str, set[str]] = {
     "drain": {"bridge", "errors"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
     "completion": {
-        *{"backlog", "bridge", "detokenizer", "direct", "errors", "sequence", "stops"},
+        *{"backlog", "bridge", "detokenizer", "errors", "sequence", "stops"},
     },
+    "passage": {"completion", "direct", "sequence"},
+    "answer": {"backlog", "completion", "direct", "errors", "passage"},
     # HTTP
     "framing": {"config", "errors"},
     "body": {"config", "errors", "framing"},
@@ -103,10 +105,11 @@ OWN: dict[str, set[str]] = {
     "openai_requests": {"fields", "tools"},
     "protocol": {"errors"},
     "limits": {"errors", "fields"},
-    "replies": {"completion", "errors", "text"},
-    "generate_replies": {"completion", "replies", "text"},
+    "replies": {"answer", "completion", "errors", "text"},
+    "generate_replies": {"answer", "completion", "passage", "replies", "text"},
     "openai_replies": {
-        *{"call_json", "completion", "replies", "sequence", "text", "tool_calls"},
+        *{"answer", "call_json", "completion", "passage", "replies", "sequence", "text"},
+        *{"tool_calls"},
     },
     "responses": set(),
     "routes": {"generate_requests", "openai_requests", "responses"},
@@ -119,8 +122,9 @@ OWN: dict[str, set[str]] = {
         *{"probe", "record", "scheduler", "text"},
     },
     "served": {
-        *{"backlog", "bridge", "chat", "completion", "config", "departure", "engine", "errors"},
-        *{"fields", "grammar", "limits", "loading", "metrics", "origin", "sequence", "tools"},
+        *{"answer", "backlog", "bridge", "chat", "completion", "config", "departure", "engine"},
+        *{"errors", "fields", "grammar", "limits", "loading", "metrics", "origin", "sequence"},
+        *{"tools"},
     },
     "service": {
         *{"bridge", "config", "drain", "engine", "errors", "graph", "guard", "key_ring", "loading"},
@@ -129,8 +133,8 @@ OWN: dict[str, set[str]] = {
     "switch": {"bridge", "errors", "garbage", "origin", "served", "service"},
     "admin_api": {"errors", "generate_requests", "http", "keys", "served", "service", "switch"},
     "http": {
-        *{"access", "completion", "config", "departure", "direct", "errors", "limits", "protocol"},
-        *{"replies", "served", "service"},
+        *{"access", "answer", "completion", "config", "departure", "direct", "errors", "limits"},
+        *{"protocol", "replies", "served", "service"},
     },
     "generate_api": {
         *{"generate_replies", "generate_requests", "http", "limits", "served", "service"},
@@ -157,8 +161,8 @@ DOORS: dict[str, set[str]] = {
         *{"openai_api", "ops_api"},
     },
     "gevent": {
-        *{"__main__", "bridge", "completion", "connection", "departure", "direct", "drain"},
-        *{"edge", "framing", "guard", "service", "switch"},
+        *{"__main__", "answer", "bridge", "connection", "departure", "direct", "drain"},
+        *{"edge", "framing", "passage", "guard", "service", "switch"},
     },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar", "masks"},
@@ -169,7 +173,7 @@ DOORS: dict[str, set[str]] = {
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"form", "fused", "model"},
     "optimum": {"model"},
-    "orjson": {"connection", "http", "openai_replies", "protocol", "replies"},
+    "orjson": {"connection", "http", "openai_replies", "passage", "protocol", "replies"},
     "prometheus_client": {"histogram", "metrics", "ops_api", "service"},
     "psutil": {"machine"},
     "pydantic": {

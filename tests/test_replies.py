@@ -9,7 +9,8 @@ import pytest
 
 from app.completion import Delta, Token
 from app.errors import DeadEnd, DeadlineExceeded, ModelFailure, NotReady, ServeError
-from app.replies import TextEvent, event, guarded, logprobs, timings, usage
+from app.passage import TextEvent
+from app.replies import event, guarded, logprobs, timings, usage
 from app.sequence import TokenLogprobs
 from app.text import TextCodec
 

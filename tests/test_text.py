@@ -78,6 +78,19 @@ def test_pieces_join_to_the_whole_however_the_ids_are_cut(name: str, text: str) 
 
 
 @both
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_that_are_known_by_then_are_those_that_would_come(name: str, text: str) -> None:
+    codec = CODECS[name]
+    ids = codec.encode(text)
+    for _ in range(2):  # the second time most of them are known
+        told, plain = codec.detokenizer(), codec.detokenizer()
+        for id_ in ids:
+            known = told.texts.get(id_)
+            expected = plain.feed([id_])
+            assert (told.add(id_) if known is None else known) == expected
+
+
+@both
 def test_half_a_character_is_never_emitted(name: str) -> None:
     codec = CODECS[name]
     for parts in splits(codec.encode(TEXTS[0])):
