@@ -72,6 +72,9 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
             log.exception("a connection has failed")
         finally:
             self._hang_up()
+            # Both lead back here: with them the last answer would stay until a collection.
+            for name in ("environ", "wsgi_input"):
+                vars(self).pop(name, None)
 
     def _serve_one(self, idle_seconds: float) -> bool:
         """May another request follow?"""

@@ -11,7 +11,7 @@ import pytest
 
 from app.bridge import Bridge, State, TokenStream
 from app.engine import Engine
-from app.errors import DeadlineExceeded, InvalidRequest, NotReady
+from app.errors import DeadlineExceeded, InvalidRequest, NotReady, UnservableModel
 from app.sequence import Advance, FinishReason, Sequence
 
 from .conftest import TinyModel
@@ -283,6 +283,27 @@ def test_load_that_takes_too_long_fails_and_a_late_one_changes_nothing() -> None
     assert not bridge.is_ready
     bridge._inbox.put(None)
     wait_until(lambda: not bridge._thread.is_alive())
+
+
+@pytest.mark.parametrize("ends", ["fails", "is done"])
+def test_stop_in_the_load_stays_a_stop_however_the_load_ends(ends: str) -> None:
+    go_on = threading.Event()
+    engine, _ = stub_engine()
+
+    def load() -> Engine:
+        assert go_on.wait(20)
+        if ends == "fails":
+            raise UnservableModel("no such folder")
+        return engine
+
+    bridge = Bridge(load)
+    bridge.start()
+    bridge.request_stop()
+    assert bridge.ended.is_set()
+    go_on.set()
+    wait_until(lambda: not bridge._thread.is_alive() and not bridge._outbox)
+    assert bridge.state is State.STOPPED
+    bridge.close()
 
 
 @pytest.mark.parametrize("attempt", range(5))
