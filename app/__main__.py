@@ -42,13 +42,23 @@ def main() -> int:
     # Settings are right: only now the slower imports.
     import gevent
 
-    from .bridge import State
-    from .errors import WrongSetting
     from .service import Service
-    from .switch import reload
 
     tell_hub_errors(gevent.get_hub())
     service = Service(settings)
+    status = _serve(service)
+    log.info("ended with status %d%s", status, _told_of_drain(service))
+    return status
+
+
+def _serve(service: Service) -> int:
+    """To its end; the exit status."""
+    import gevent
+
+    from .bridge import State
+    from .errors import WrongSetting
+    from .switch import reload
+
     if (servers := _bind(service)) is None:
         return 2
     for number in _SIGNALS:
@@ -57,12 +67,13 @@ def main() -> int:
     service.bridge.start()
     for words, server in servers.items():
         server.start()
-        log.info("%s on http://%s:%d", words, server.server_host, server.server_port)
+        log.info("%s on %s", words, server.url)
     gevent.spawn(service.guard.keep)
+    gevent.spawn(service.readiness.keep)
     service.ended.wait()
     gevent.joinall([gevent.spawn(server.stop, 1) for server in servers.values()])
     if service.bridge.state is State.FAILED:
-        print(f"cannot serve: {_told(service.bridge.failure)}", file=sys.stderr)
+        log.critical("cannot serve: %s", _told(service))
         return 2 if isinstance(service.bridge.failure, WrongSetting) else 1
     return 0
 
@@ -80,16 +91,31 @@ def _bind(service: Service) -> dict[str, Edge] | None:
         if (ops := bind_ops(create_ops_app(service), settings, count)) is not None:
             servers["health and metrics"] = ops
     except OSError as error:
-        print(f"{names}: {error.strerror}", file=sys.stderr)
+        log.critical("%s: %s", names, error.strerror)
         return None
     return servers
 
 
-def _told(failure: BaseException | None) -> str:
-    """A report is the whole message; other errors may have none."""
-    from .errors import UnservableModel
+def _told(service: Service) -> str:
+    """A report is the whole message; other errors may have none. One of a setting names it, and
+    one of the load names the folder's."""
+    from .errors import UnservableModel, WrongSetting
 
-    return str(failure) if isinstance(failure, UnservableModel) else repr(failure)
+    failure = service.bridge.failure
+    told = str(failure) if isinstance(failure, UnservableModel) else repr(failure)
+    if isinstance(failure, WrongSetting) or service.bridge.was_ready:
+        return told
+    return f"{told} (MODEL_PATH={service.current.settings.model_path})"
+
+
+def _told_of_drain(service: Service) -> str:
+    drain = service.drain
+    if not drain.is_announced:
+        return ""
+    return (
+        f"; requests since the signal: {drain.num_finished} finished, "
+        f"{drain.num_cut_short} cut short, {drain.num_refused} refused"
+    )
 
 
 if __name__ == "__main__":

@@ -47,6 +47,8 @@ class Answer:
         self._has_left = False
         self._outlet: Outlet | None = None
         self._frame: Callable[[int, Delta], bytes] = _no_frame
+        self._is_passed = False  # what comes goes to the outlet
+        self._taken: list[tuple[int, Delta]] = []  # by `begins`
         self._timer: Any = None
         self._look_at_deadline()
 
@@ -55,24 +57,42 @@ class Answer:
         `outlet`, framed: they are not yielded."""
         self._outlet, self._frame = outlet, frame
 
-    def wait(self, seconds: float | None) -> bool:
-        """Until there is something to tell, a failure too; False if there is not yet, or behind
-        `nudge`."""
-        self._arrival.wait(seconds)
-        if not (has_news := self._has_news()):
-            self._arrival.clear()
-        return has_news
+    def begins(self, seconds: float) -> bool:
+        """Waits until there is something to iterate; False if there is not yet. Tokens may have
+        come all the same: half a character, or what could become a stop string.
 
-    def nudge(self) -> None:
-        """Wakes whoever waits."""
-        self._arrival.set()
+        Raises ModelFailure, DeadEnd and Draining as iterating does.
+        """
+        give_up_at = time.monotonic() + seconds
+        while not self._taken:
+            if not self._arrival.wait(max(0.0, give_up_at - time.monotonic())):
+                return False
+            if self._has_left or self._seconds_left() == 0.0:  # iterating tells
+                break
+            self._arrival.clear()
+            for choice, completion in enumerate(self.completions):
+                if completion.finish_reason is None and (delta := completion.take()) is not None:
+                    self._taken.append((choice, delta))
+        return True
+
+    def remark(self, comment: bytes) -> None:
+        """Sends what belongs to no choice, if the reader waits and the client has taken the rest:
+        not into the middle of another write."""
+        outlet = self._outlet
+        if outlet is None or not self._is_passed or outlet.rest:
+            return
+        if not outlet.send(comment):
+            self._arrival.set()
 
     def place(self) -> Place | None:
         """In the queue, of its first choice; None once that is taken up."""
         return self.completions[0].place()
 
     def __iter__(self) -> Iterator[tuple[int, Delta]]:
-        running = dict(enumerate(self.completions))
+        taken, self._taken = self._taken, []
+        yield from taken
+        told = {choice for choice, delta in taken if delta.finish_reason is not None}
+        running = {i: c for i, c in enumerate(self.completions) if i not in told}
         while running:
             self._wait(running)
             self._arrival.clear()
@@ -113,19 +133,17 @@ class Answer:
             Passage(choice, completion, self._frame, outlet, self._arrival)
             for choice, completion in running.items()
         ]
+        self._is_passed = True
         try:
             self._arrival.wait(self._seconds_left())
         finally:
+            self._is_passed = False
             for passage in passages:
                 passage.close()
         outlet.flush()
         for passage in passages:
             if passage.failure is not None:
                 raise passage.failure
-
-    def _has_news(self) -> bool:
-        has_arrived = any(completion.has_arrived for completion in self.completions)
-        return has_arrived or self._has_left or self._seconds_left() == 0.0
 
     def _check_client(self) -> None:
         if self._has_left:

@@ -10,6 +10,7 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from .admin_api import admin_routes
+from .config import VERSION, Settings
 from .cors import Cors
 from .docs_page import docs_routes
 from .errors import ClientLeft, PayloadTooLarge, ServeError, UnreadableBody, error_body
@@ -47,9 +48,17 @@ def create_app(service: Service) -> Flask:
 
     @app.get("/info")
     def info() -> Response:
-        return json_response(service.current.model.info | {"loading": loading_folder(service)})
+        told = {"version": VERSION} | service.current.model.info | _limits(service.settings)
+        return json_response(told | {"loading": loading_folder(service)})
 
     return app
+
+
+def _limits(settings: Settings) -> dict[str, int]:
+    """What a client has to know of them, beside the model's."""
+    names = ("max_body_bytes", "max_timeout_ms", "max_connections")
+    queue = ("max_queued_requests", "max_queued_tokens")
+    return {name: getattr(settings, name) for name in (*names, *queue)}
 
 
 def create_ops_app(service: Service) -> Flask:

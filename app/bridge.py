@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 # The engine's Python and the hub share the GIL. The default of 5 ms lets every hub turn wait that
 # long; measured (DESIGN 6): health p99 falls with it.
 _SWITCH_INTERVAL_SECONDS = 0.0005
+_DELIVERY_SECONDS = 0.01
 _STOP_SECONDS = 1.0  # for the step that runs: nobody waits for it any more
 _IDLE_TEST_SECONDS = 30.0
 _RETEST_SECONDS = 1.0
@@ -86,10 +87,6 @@ class TokenStream:
         """What has come since the last time."""
         advances, self._arrived = self._arrived, []
         return advances
-
-    @property
-    def has_arrived(self) -> bool:
-        return bool(self._arrived)
 
     def put(self, advance: Advance) -> None:
         passage = self.passage
@@ -158,6 +155,11 @@ class Bridge:
     @property
     def is_ready(self) -> bool:
         return self.why_not_ready is None
+
+    @property
+    def was_ready(self) -> bool:
+        """Has the engine ever produced a token?"""
+        return self._engine is not None
 
     @property
     def why_not_ready(self) -> str | None:
@@ -286,6 +288,8 @@ class Bridge:
     # --- on the hub, woken by the engine thread -------------------------------------------------
 
     def _deliver(self) -> None:
+        # Steps may come as fast as they are delivered; the hub has others to serve.
+        give_way_at = time.monotonic() + _DELIVERY_SECONDS
         while self._outbox:
             item = self._outbox.popleft()
             if isinstance(item, State):
@@ -298,6 +302,9 @@ class Bridge:
                     if advance.finish_reason is not None:
                         del streams[advance.sequence]
                     _hand_out(stream, advance)
+            if time.monotonic() >= give_way_at:
+                self._wake.send()  # for the rest
+                return
 
     def _change(self, state: State) -> None:
         # Behind the end, as of a stop in the load, nothing that comes late is told.

@@ -106,11 +106,6 @@ class Completion:
         self.finish_reason = FinishReason.TIMEOUT
         return self._delta(self._rest())
 
-    @property
-    def has_arrived(self) -> bool:
-        """Is there something to take?"""
-        return self._stream.has_arrived
-
     def open(self, passage: Callable[[Advance], None] | None) -> None:
         """Advances that end nothing go there from now on, and are not taken."""
         self._stream.passage = passage

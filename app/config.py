@@ -21,6 +21,8 @@ from .keys import BadKeys, Key, check_apart, parse_file, read_file
 from .queue_options import QUEUE_OPTIONS
 from .record import read_record
 
+VERSION = "0.1.0"  # pyproject's: a checkout is not installed, so nothing else could tell
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -85,6 +87,8 @@ def _names(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ...]
     names = tuple(name.strip() for name in value.split(",")) if value else ()
     if not all(names):
         raise click.BadParameter("a name between the commas is empty.")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise click.BadParameter(f"{twice[0]!r:.100} is there twice.")
     return names
 
 
@@ -92,6 +96,7 @@ def _check(**values: Any) -> Settings:
     """The settings as a whole: a limit must lie within the model's own."""
     settings = Settings(**values)
     _check_keys(settings)
+    _check_ports(settings)
     try:
         check_folder(settings)
     except WrongSetting as error:
@@ -143,6 +148,19 @@ def _check_keys(settings: Settings) -> None:
             f"{settings.api_keys_file}: {error}",
             param_hint="'--api-keys-file' (env var: 'API_KEYS_FILE')",
         ) from None
+
+
+def _check_ports(settings: Settings) -> None:
+    if settings.ops_port and settings.ops_port == settings.port:
+        raise click.BadParameter(
+            f"{settings.ops_port} is PORT's too; health and metrics need another one.",
+            param_hint="'--ops-port' (env var: 'OPS_PORT')",
+        )
+    if settings.ops_host and not settings.ops_port:
+        raise click.BadParameter(
+            f"{settings.ops_host!r:.100} is the address of OPS_PORT, which is not set.",
+            param_hint="'--ops-host' (env var: 'OPS_HOST')",
+        )
 
 
 def _option(flag: str, name: str, help_: str, **attributes: Any) -> click.Option:
@@ -303,6 +321,22 @@ OPTIONS: list[click.Parameter] = [
 ]
 
 
+def _show_version(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        click.echo(f"phi-serve {VERSION}")
+        context.exit()
+
+
+_VERSION = click.Option(
+    ["--version"],
+    help="Show the version and exit.",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+)
+
+
 def read_settings(arguments: Ordered[str] | None = None) -> Settings:
     """Settings from flags, then environment, then defaults.
 
@@ -310,7 +344,7 @@ def read_settings(arguments: Ordered[str] | None = None) -> Settings:
     """
     command = click.Command(
         "python -m app",
-        params=OPTIONS,
+        params=[*OPTIONS, _VERSION],
         callback=_check,
         help="Serves a model folder over HTTP.",
     )

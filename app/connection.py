@@ -23,6 +23,7 @@ from gevent.pywsgi import WSGIHandler
 from . import direct
 from .access import NOTE, tell
 from .body import Body
+from .cors import Cors
 from .departure import ENVIRON_KEY, Departure
 from .errors import ServeError, TooManyConnections
 from .framing import Head, Reader, next_turn, read_fields, read_request_line
@@ -74,7 +75,7 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
             self._hang_up()
             # Both lead back here: with them the last answer would stay until a collection.
             for name in ("environ", "wsgi_input"):
-                vars(self).pop(name, None)
+                self.__dict__.pop(name, None)
 
     def _serve_one(self, idle_seconds: float) -> bool:
         """May another request follow?"""
@@ -211,7 +212,7 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
             f"Content-Length: {len(body)}",
             f"Date: {email.utils.formatdate(usegmt=True)}",
             f"X-Request-Id: {request_id}",
-            *(f"{name}: {value}" for name, value in error.headers().items()),
+            *(f"{name}: {value}" for name, value in self._said(error).items()),
             "Connection: close",
         ]
         answer = "\r\n".join([*lines, "\r\n"]).encode()
@@ -224,6 +225,11 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
             pass
         finally:
             self._log(error.status)
+
+    def _said(self, error: ServeError) -> dict[str, str]:
+        """Also what lets a browser's page read it, as far as its origin has been read."""
+        fields = dict(self.head.fields) if self.head else {}
+        return error.headers() | Cors(self.settings.cors_origins).headers(fields.get("origin"))
 
     def _log(self, status: int) -> None:
         request_id = self.note.pop("request_id", None) or uuid.uuid4().hex

@@ -24,7 +24,8 @@ class Cors:
     def preflight(self) -> Response | None:
         """The answer to a browser's question; None if it is none, or not of such an origin."""
         asks = request.headers.get("Access-Control-Request-Method")
-        if request.method != "OPTIONS" or asks is None or self._allowed() is None:
+        allowed = self._allowed(request.headers.get("Origin"))
+        if request.method != "OPTIONS" or asks is None or allowed is None:
             return None
         wanted = request.headers.get("Access-Control-Request-Headers", "").lower().split(",")
         added = [name.strip() for name in wanted if _CLIENTS_OWN.fullmatch(name.strip())]
@@ -39,15 +40,21 @@ class Cors:
 
     def tell(self, response: Response) -> Response:
         """Adds to an answer, an error too, what lets such a page read it."""
-        if self._origins and self._origins != ("*",):
-            response.headers.add("Vary", "Origin")  # for others it lacks the lines below
-        if (allowed := self._allowed()) is not None:
-            response.headers["Access-Control-Allow-Origin"] = allowed
-            response.headers["Access-Control-Expose-Headers"] = _EXPOSED
+        for name, value in self.headers(request.headers.get("Origin")).items():
+            response.headers.add(name, value)
         return response
 
-    def _allowed(self) -> str | None:
-        origin = request.headers.get("Origin")
+    def headers(self, origin: str | None) -> dict[str, str]:
+        """Likewise for answers that are none of the app's."""
+        said = {}
+        if self._origins and self._origins != ("*",):
+            said["Vary"] = "Origin"  # for others it lacks the lines below
+        if (allowed := self._allowed(origin)) is not None:
+            said["Access-Control-Allow-Origin"] = allowed
+            said["Access-Control-Expose-Headers"] = _EXPOSED
+        return said
+
+    def _allowed(self, origin: str | None) -> str | None:
         if origin is None:
             return None
         if self._origins == ("*",):

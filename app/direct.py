@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 import gevent
 
 from .errors import ClientLeft
+
+log = logging.getLogger(__name__)
 
 ENVIRON_KEY = "phi_serve.direct"
 
@@ -98,7 +101,7 @@ class Outlet:
 class Regular:
     """Calls at regular times: one timer for all of them, so that thousands cost no greenlet each.
 
-    A call must not wait, nor raise.
+    A call must not wait; one that raises is no other's loss.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -138,9 +141,16 @@ class Regular:
                 return
             _, _, call = heapq.heappop(self._due)
             if call.function is not None:
-                call.function()
                 self._add(call)
+                _call(call.function)
         self._set_timer(0.001)
+
+
+def _call(function: Callable[[], object]) -> None:
+    try:
+        function()
+    except Exception:
+        log.exception("a regular call failed")
 
 
 class _Call:

@@ -41,11 +41,14 @@ class Drain:
     ) -> None:
         self.announced = gevent.event.Event()  # not ready any more
         self.is_closed = False  # no request is taken any more
+        self._has_ended = False  # what is open still is cut short
         self._work = work
         self._pre_drain_seconds = pre_drain_seconds
         self._drain_seconds = drain_seconds
         self._sleep = sleep
         self.num_open = 0
+        self.num_refused = self.num_cut_short = 0
+        self._num_closed = 0  # since the signal
         self._all_done = gevent.event.Event()
         self._all_done.set()
 
@@ -66,7 +69,13 @@ class Drain:
     def check(self) -> None:
         """Raises Draining if no request is taken any more."""
         if self.is_closed:
+            self.num_refused += 1
             raise Draining("the server is draining: it ends, and takes no more requests")
+
+    @property
+    def num_finished(self) -> int:
+        """Since the signal, those refused not counted."""
+        return max(0, self._num_closed - self.num_refused)
 
     def counting(self, app: Any) -> Any:
         """A WSGI app: `app`, its requests counted until their answers are closed."""
@@ -91,8 +100,10 @@ class Drain:
         self._end()
 
     def _end(self) -> None:
+        if not self._has_ended:
+            self.num_cut_short = self.num_open
         self.announced.set()
-        self.is_closed = True
+        self.is_closed = self._has_ended = True
         self._work.request_stop()
 
     def _open(self) -> None:
@@ -101,6 +112,8 @@ class Drain:
 
     def _close(self) -> None:
         self.num_open -= 1
+        if self.is_announced and not self._has_ended:
+            self._num_closed += 1
         if self.num_open == 0:
             self._all_done.set()
 

@@ -46,6 +46,11 @@ class Edge(WSGIServer):  # type: ignore[misc]  # gevent.pywsgi has no types
             environ={"SERVER_NAME": settings.host},  # or it would ask the DNS for one
         )
 
+    @property
+    def url(self) -> str:
+        host = f"[{self.server_host}]" if ":" in self.server_host else self.server_host
+        return f"http://{host}:{self.server_port}"
+
     def handle(self, sock: Any, address: Any) -> None:
         connection = Connection(sock, address, self, len(self.open) >= self.max_connections)
         self.open.add(connection)

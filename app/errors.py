@@ -235,10 +235,12 @@ class NotReady(ServeError):
     status = 503
     type = "service_unavailable_error"
     code = "not_ready"
+    retry_after: float | None = 5.0
 
 
 class Draining(NotReady):
     code = "draining"
+    retry_after = None  # another server takes it at once; this one never will
 
 
 class TooManyConnections(ServeError):

@@ -7,7 +7,6 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -134,18 +133,25 @@ def send_stream(
         answer.write_to(outlet, frame_running)
     _meter(answer)
     try:
-        if answer.wait(KEEP_ALIVE_SECONDS):
+        if answer.begins(KEEP_ALIVE_SECONDS):
             deltas = iter(answer)
             frames = frame(itertools.chain([next(deltas)], deltas))
             frames = itertools.chain([next(frames)], frames)
         else:
-            frames = _kept_alive(answer, frame, outlet)
+            frames = _begun_with_comments(answer, frame, outlet)
+        if outlet is not None:
+            frames = _kept_alive(answer, frames, outlet)
     except BaseException:
         answer.abort()
         _tell(answer)
         raise
-    response = Response(guarded(answer, frames, count), headers=_SSE_HEADERS)
     noted = request.environ.setdefault(NOTE, {})
+
+    def hear(code: str) -> None:
+        noted["error"] = code
+        count(code)
+
+    response = Response(guarded(answer, frames, hear), headers=_SSE_HEADERS)
 
     def end() -> None:  # also if nothing of it was ever asked for
         answer.abort()
@@ -155,28 +161,29 @@ def send_stream(
     return response
 
 
-def _kept_alive(
-    answer: Answer,
-    frame: Callable[[Iterable[Indexed]], Iterator[bytes]],
-    outlet: Outlet | None,
+def _begun_with_comments(
+    answer: Answer, frame: Callable[[Iterable[Indexed]], Iterator[bytes]], outlet: Outlet | None
 ) -> Iterator[bytes]:
-    """Comments until there is something to tell: proxies and clients end a silent stream."""
+    """Proxies and clients end a stream that says nothing."""
     yield keep_alive(answer)
-    if outlet is None:
-        while not answer.wait(KEEP_ALIVE_SECONDS):
-            yield keep_alive(answer)
-    else:
-        with _regular.calling(partial(_comment, answer, outlet), KEEP_ALIVE_SECONDS):
-            while not answer.wait(None):
-                outlet.flush()
-        outlet.flush()
+    while outlet is None and not answer.begins(KEEP_ALIVE_SECONDS):
+        yield keep_alive(answer)
     yield from frame(answer)
 
 
-def _comment(answer: Answer, outlet: Outlet) -> None:
-    """A rest means that the client has not taken the one before."""
-    if not outlet.rest and not outlet.send(keep_alive(answer)):
-        answer.nudge()
+def _kept_alive(answer: Answer, frames: Iterator[bytes], outlet: Outlet) -> Iterator[bytes]:
+    """Its frames, and comments past them, to the last one, whenever it has said nothing for a
+    while: it may wait, read its prompt, or hold back what it has."""
+    num_sent = 0
+
+    def remark() -> None:
+        nonlocal num_sent
+        if outlet.num_sent == num_sent:
+            answer.remark(keep_alive(answer))
+        num_sent = outlet.num_sent
+
+    with _regular.calling(remark, KEEP_ALIVE_SECONDS):
+        yield from frames
 
 
 def note(**fields: Any) -> None:

@@ -46,12 +46,21 @@ def read_pairs(text: str) -> tuple[Key, ...]:
     """Of `name:secret,name:secret`. Raises BadKeys."""
     if not text:
         return ()
-    pairs = [pair.strip().partition(":") for pair in text.split(",")]
+    return check_apart([_pair(pair.strip(), i) for i, pair in enumerate(text.split(","), 1)])
+
+
+def _pair(text: str, number: int) -> Key:
+    name, colon, secret = text.partition(":")
+    if not colon:  # it may be a secret: nothing of it is told
+        raise BadKeys(f"entry {number} has no colon; each must be name:secret, behind a comma")
     try:
-        keys = [Key(_name(name), _digest(secret)) for name, _, secret in pairs]
+        _name(name)
     except ValueError as error:
-        raise BadKeys(f"must be name:secret, separated by commas: {error}") from None
-    return check_apart(keys)
+        raise BadKeys(f"entry {number}: {error}") from None
+    try:
+        return Key(name, _digest(secret))
+    except ValueError as error:
+        raise BadKeys(f"the secret of {name} (entry {number}): {error}") from None
 
 
 def read_file(path: Path) -> bytes:

@@ -113,17 +113,20 @@ def deadline(
     The time is the shorter of the field `timeout_ms` and the header X-Request-Timeout, in seconds;
     without either, the server's maximum (0 is none). Raises InvalidRequest for more than that.
     """
-    asked = [] if timeout_ms is None else [("timeout_ms", float(timeout_ms))]
+    # Each as the request says it, with the maximum in its unit.
+    asked: list[tuple[str, float, str, str]] = []
+    if timeout_ms is not None:
+        asked.append(("timeout_ms", timeout_ms, f"{timeout_ms} ms", f"{max_timeout_ms} ms"))
     if header is not None:
-        asked.append(("X-Request-Timeout", _seconds(header) * 1000))
-    for name, milliseconds in asked:
+        most = f"{max_timeout_ms / 1000:.15g} s"
+        asked.append(("X-Request-Timeout", _seconds(header) * 1000, f"{header.strip()} s", most))
+    for name, milliseconds, given, most in asked:
         if max_timeout_ms and milliseconds > max_timeout_ms:
             raise InvalidRequest(
-                f"{name}: {milliseconds:g} ms is more than this server's maximum of "
-                f"{max_timeout_ms} ms (MAX_TIMEOUT_MS)",
+                f"{name}: {given} is more than this server's maximum of {most} (MAX_TIMEOUT_MS)",
                 param=name,
             )
-    milliseconds = min((each for _, each in asked), default=float(max_timeout_ms))
+    milliseconds = min((each for _, each, *_ in asked), default=float(max_timeout_ms))
     return arrived_at + milliseconds / 1000 if milliseconds else None
 
 

@@ -74,6 +74,7 @@ class Metrics:
         running.set_function(lambda: sum(engine.num_running for engine in self._engines))
         waiting = gauge("num_requests_waiting", "Requests in the queue.")
         waiting.set_function(lambda: sum(engine.num_waiting for engine in self._engines))
+        self._ready = gauge("ready", "1 if requests should come here, as /health/ready says.")
         self._queued_tokens = gauge("queued_prompt_tokens", "Prompt tokens of the queue.")
         self._wait = gauge(
             "estimated_wait_seconds", "Expected in the queue, for a request that comes now."
@@ -94,8 +95,9 @@ class Metrics:
             ("reason",),
         )
 
-    def watch(self, backlog: Callable[[], Backlog]) -> None:
-        """What it returns is asked when the metrics are read, on the hub."""
+    def watch(self, backlog: Callable[[], Backlog], is_ready: Callable[[], bool]) -> None:
+        """What they return is asked when the metrics are read, on the hub."""
+        self._ready.set_function(is_ready)
         self._queued_tokens.set_function(lambda: backlog().num_prompt_tokens)
         self._wait.set_function(lambda: backlog().next_place("").seconds)
 

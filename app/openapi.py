@@ -10,12 +10,12 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
+from .config import VERSION
 from .http import REQUEST_ID
 from .limits import DECIMAL
 from .responses import ErrorReply
 from .routes import JSON, ROUTES, Route, is_open
 
-VERSION = "0.1.0"  # pyproject's: a checkout is not installed, so nothing else could tell
 Json = dict[str, Any]
 
 _SCHEMAS = "#/components/schemas/"

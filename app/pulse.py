@@ -6,8 +6,11 @@ each of them, so only a single step can be too long.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 
 class Pulse:
@@ -25,6 +28,7 @@ class Pulse:
     def enter(self, stage: str) -> None:
         """The load has come to `stage`."""
         self._stage = (stage, self._clock())
+        log.info("loading: %s", stage)
 
     def beat(self) -> None:
         """There is work, and it goes on."""

@@ -251,6 +251,12 @@ class InfoReply(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str
+    version: str  # of this server
+    max_body_bytes: Count
+    max_timeout_ms: Count  # 0: no limit
+    max_connections: Count
+    max_queued_requests: Count
+    max_queued_tokens: Count
     loading: LoadingFolder | None  # that the server is switching to
 
 

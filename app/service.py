@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from gevent.event import Event
 from prometheus_client import CollectorRegistry
 
+from .access import Line
 from .bridge import Bridge, State
 from .config import Settings, check_folder
 from .drain import Drain
@@ -21,6 +22,7 @@ from .guard import Guard
 from .key_ring import KeyRing
 from .metrics import Metrics
 from .quota import Quotas
+from .readiness import Readiness
 from .served import Served
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ class Service:
         self.metrics = Metrics(self.registry)
         self.ended = Event()  # the current engine has
         self.current = self.prepare(settings)
-        self.metrics.watch(lambda: self.bridge.backlog)
+        self.readiness = Readiness(self.check_ready)
+        self.metrics.watch(lambda: self.bridge.backlog, lambda: self.readiness.is_ready)
         self.loading: Served | None = None
         self.retiring: list[Served] = []
         self.given_up: list[Served] = []
@@ -111,5 +114,6 @@ class Service:
 
         engine, loaded = load(graph, served.settings, served.observer, enter)
         served.loaded = loaded
-        log.info("loaded %s in %.1f s", loaded.info, time.monotonic() - started_at)
+        seconds = round(time.monotonic() - started_at, 1)
+        log.info(Line({"message": "loaded", "seconds": seconds} | loaded.info))
         return engine

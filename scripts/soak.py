@@ -43,7 +43,7 @@ from soak_server import Sampler, Watched, learn, served_at, wait_idle
 
 PATIENCE_SECONDS = 300.0  # of silence
 MOST_WAITING = 6  # requests in the queue: then fewer are sent
-FIRST_RATE, MAX_RATE = 2.0, 50.0  # requests/s
+FIRST_RATE, MIN_RATE, MAX_RATE = 2.0, 0.5, 50.0  # requests/s
 
 
 def load(
@@ -80,7 +80,7 @@ def load(
                     rate *= 1.3
                 elif sampler.num_waiting > MOST_WAITING:
                     rate *= 0.8
-                rate = min(rate, MAX_RATE)
+                rate = min(max(rate, MIN_RATE), MAX_RATE)
 
 
 def say(line: str) -> None:

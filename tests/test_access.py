@@ -142,6 +142,27 @@ def test_client_that_leaves_in_mid_answer_is_a_499_with_its_tokens(
     assert 0 < line["completion_tokens"] < 50 * rows
 
 
+def test_stream_that_fails_in_mid_answer_has_its_error(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "app.access")
+
+    def fail(plan: StepPlan, logits: object) -> None:
+        if plan.decode and len(plan.decode[0].output_ids) == 3:
+            raise RuntimeError("no luck")
+
+    with running(StubService()) as service, serving_of(service) as server:
+        service.stub.change = fail
+        with Client(server) as client:
+            client.send(ask(b"/generate", b', "stream": true}', b"Connection: close"))
+            received = client.read_to_end()
+        until(lambda: any(record.name == "app.access" for record in caplog.records))
+    line = next(dict(r.msg) for r in caplog.records if r.name == "app.access")  # type: ignore[call-overload]
+    assert b'"code":"model_failure"' in received
+    assert (line["status"], line["error"], line["finish_reason"]) == (
+        *(200, "model_failure"),
+        "abort",
+    )
+
+
 def test_path_cannot_forge_a_line(server: Edge, lines: Lines) -> None:
     with Client(server) as client:
         client.send(GET.replace(b"/health/live", b"/%0aINFO%20forged%22" + b"a" * 1000)).read()

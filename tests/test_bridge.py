@@ -162,6 +162,33 @@ def test_stop_while_loading_does_not_wait_for_the_load() -> None:
     wait_until(lambda: not bridge._thread.is_alive())
 
 
+def test_hub_turns_between_deliveries_that_take_long(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is as fast as the hub would keep it for itself."""
+    monkeypatch.setattr("app.bridge._DELIVERY_SECONDS", 0.0)
+    bridge, _ = started(max_model_len=1000)
+    turns: list[int] = []
+
+    def deliver(advance: Advance) -> None:
+        if not turns:  # the engine is ahead from the first token on
+            wait_natively(lambda: len(bridge._outbox) > 100)
+        turns.append(0)
+
+    [stream], _ = bridge.submit([greedy("a", [1], 500)])
+    stream.passage = deliver
+    wait_until(lambda: bool(turns))
+    assert len(bridge._outbox) > 50  # the hub has not done them all before this turn
+    assert advances_of(stream)[-1].finish_reason is FinishReason.LENGTH
+    assert len(turns) == 499
+
+
+def wait_natively(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 20
+    while not condition() and time.monotonic() < give_up_at:
+        time.sleep(0.001)
+
+
 def test_death_of_the_engine_thread_ends_every_stream(started: Started) -> None:
     """A fault outside the model's own run, which the engine would survive."""
     bridge, model = started(max_batch_size=1, max_model_len=100_000)

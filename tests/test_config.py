@@ -10,7 +10,7 @@ from typing import Any
 import click
 import pytest
 
-from app.config import OPTIONS, Settings, read_settings
+from app.config import OPTIONS, VERSION, Settings, read_settings
 from app.keys import read_pairs
 
 ROOT = Path(__file__).parents[1]
@@ -106,6 +106,8 @@ RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
     "CORS_ORIGINS": (("*", ("*",)), ("http://a:1, https://b.c", ("http://a:1", "https://b.c"))),
     **{name.upper(): ((str(low), low), (str(high), high)) for name, (low, high) in BOUNDS.items()},
 }
+# Without it the other is refused.
+NEEDS = {"OPS_HOST": ("--ops-port", "9090")}
 # HOST and OPS_HOST are any text: only binding to them can tell.
 WRONG: dict[str, list[str]] = {
     "MODEL_PATH": ["nowhere", "no-graph", "one/model.onnx"],
@@ -175,19 +177,24 @@ def test_defaults_are_the_documented_ones() -> None:
     assert read_settings([]) == Settings(**DEFAULTS)
 
 
+def expected(variable: str, read: Any) -> Settings:
+    needed = {"ops_port": 9090} if variable in NEEDS else {}
+    return Settings(**DEFAULTS | needed | {NAMES[variable]: read})
+
+
 @pytest.mark.parametrize("variable", RIGHT)
 def test_environment_beats_the_default(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written, read = RIGHT[variable][0]
     monkeypatch.setenv(variable, written)
-    assert read_settings([]) == Settings(**DEFAULTS | {NAMES[variable]: read})
+    assert read_settings(NEEDS.get(variable, [])) == expected(variable, read)
 
 
 @pytest.mark.parametrize("variable", RIGHT)
 def test_flag_beats_the_environment(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (in_environment, _), (on_command_line, read) = RIGHT[variable]
     monkeypatch.setenv(variable, in_environment)
-    settings = read_settings([FLAGS[variable], on_command_line])
-    assert settings == Settings(**DEFAULTS | {NAMES[variable]: read})
+    settings = read_settings([FLAGS[variable], on_command_line, *NEEDS.get(variable, [])])
+    assert settings == expected(variable, read)
 
 
 @pytest.mark.parametrize("variable", RIGHT)
@@ -277,6 +284,35 @@ def test_no_secret_is_in_the_settings_text_the_help_or_an_error(
             read_settings(arguments)
     shown = capsys.readouterr()
     assert "do-not-tell" not in shown.out + shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "told"),
+    [
+        (["--port", "9090", "--ops-port", "9090"], "OPS_PORT", "9090 is PORT's too"),
+        (["--ops-host", "::1"], "OPS_HOST", "'::1' is the address of OPS_PORT, which is not set"),
+        (["--served-model-name", "a,b, a"], "SERVED_MODEL_NAME", "'a' is there twice"),
+        (["--api-keys", "ann:a,do-not-tell"], "API_KEYS", "entry 2 has no colon"),
+        (["--api-keys", "a b:do-not-tell"], "API_KEYS", "entry 1: a name must be"),
+        (["--api-keys", "ann:do-not-tell\u00e9"], "API_KEYS", "the secret of ann (entry 1): a"),
+    ],
+)
+def test_settings_at_odds_are_told_by_name_and_without_a_secret(
+    arguments: list[str], variable: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        read_settings(arguments)
+    assert exit_.value.code == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"'{variable}'" in message and told in message
+    assert "do-not-tell" not in message
+
+
+def test_version_is_shown_and_nothing_else_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        read_settings(["--version", "--model", "nowhere"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"phi-serve {VERSION}\n"
 
 
 def test_unknown_flag_exits_2(capsys: pytest.CaptureFixture[str]) -> None:

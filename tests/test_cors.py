@@ -106,9 +106,33 @@ def test_page_of_an_origin_can_read_answers_and_errors(
 def test_page_of_another_origin_is_told_nothing(server: Edge, origin: str) -> None:
     asked = answer(server, ask(origin, b"Authorization: Bearer secret"))
     asking = answer(server, preflight(origin))
-    assert (asked.status, asking.status) == (200, 401)
+    assert (asked.status, asking.status) == (200, 405)
     assert told(asked) == told(asking) == {}
     assert asked.headers["vary"] == "origin"  # caches must not give it to the page
+
+
+def test_options_of_no_page_is_no_method_and_needs_no_key(server: Edge) -> None:
+    asking = b"OPTIONS %s HTTP/1.1\r\nHost: x\r\n\r\n"
+    assert answer(server, asking % b"/generate").status == 405
+    assert answer(server, asking % b"/nowhere").status == 404
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        ([b"Expect: a-miracle"], 417),
+        ([b"X-Long: " + b"a" * 40_000], 431),
+        ([b"Content-Length: 3"], 400),  # twice
+    ],
+)
+def test_page_can_read_what_the_socket_side_refuses(
+    server: Edge, lines: list[bytes], status: int
+) -> None:
+    reply = answer(server, ask(PAGE, *lines))
+    assert reply.status == status
+    assert told(reply)["access-control-allow-origin"] == PAGE
+    assert reply.headers["vary"] == "origin"
+    assert told(answer(server, ask("https://evil.example", *lines))) == {}
 
 
 def test_star_is_every_origin() -> None:

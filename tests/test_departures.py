@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -23,6 +24,7 @@ from app.fields import SamplingFields
 from app.sequence import FinishReason, Sequence, StepPlan
 from app.served import Ask, Served
 
+from .engines import stub_answer
 from .services import CODEC, SETTINGS, StubService, events, running, until
 from .wire import WAYS, Client, listening
 
@@ -451,6 +453,26 @@ def test_stream_is_kept_alive_in_the_queue_and_in_prefill(
         rest = client.read_until(b"usage")
     assert head.startswith(b"HTTP/1.1 200 OK")
     assert b"data: " in rest
+
+
+@pytest.mark.parametrize("num_shown", [0, 2])
+def test_stream_that_holds_its_text_back_is_kept_alive(
+    service: WatchedService, port: int, steps: Steps, impatient: None, num_shown: int
+) -> None:
+    """Its tokens could become a stop string: before its first event, and between two."""
+    pieces = [CODEC.detokenizer().feed([id_]) for id_ in stub_answer(CODEC.encode("a"), 8)]
+    text = "".join(pieces)
+    stop = text[len("".join(pieces[:num_shown])) :] + "and never this"
+    with Client(port) as client:
+        client.send(prompt="a", max_tokens=9, stream=True, stop=stop)
+        steps.allow(8)
+        until(lambda: len(service.plans) == 9)
+        head = client.read_until(b": keep-alive\n\n")
+        steps.set_free()
+        rest = client.read_until(b"usage")
+    assert (b"data:" in head) == (num_shown > 0)
+    said = re.findall(rb'"text":("(?:[^"\\]|\\.)*")', head + rest)
+    assert "".join(map(json.loads, said)).startswith(text)
 
 
 def test_failure_behind_a_comment_is_an_event(

@@ -479,6 +479,20 @@ def test_regular_calls_come_in_turn_and_end_with_their_context() -> None:
     assert regular._due == []
 
 
+def test_regular_call_that_raises_is_logged_and_stops_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    regular, calls = Regular(), []
+
+    def fail() -> None:
+        calls.append("bad")
+        raise RuntimeError("a call of its own")
+
+    with regular.calling(fail, 0.001), regular.calling(lambda: calls.append("good"), 0.001):
+        until(lambda: calls.count("good") > 2 and calls.count("bad") > 2)
+    assert "a call of its own" in caplog.text
+
+
 def test_many_regular_calls_let_the_hub_turn_between() -> None:
     """A thousand are due at once."""
     calls: list[int] = []

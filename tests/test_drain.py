@@ -115,6 +115,7 @@ def test_request_behind_the_pre_drain_time_is_refused_while_others_end(
     assert plain.get_json()["usage"]["completion_tokens"] == 3
     assert events(streamed.data)[-1]["finish_reason"] == "length"
     until(service.bridge.ended.is_set)
+    assert (drain.num_finished, drain.num_cut_short, drain.num_refused) == (2, 0, 4)
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])
@@ -156,6 +157,7 @@ def test_requests_that_are_not_done_end_with_a_typed_error(
         assert response.get_json()["error"]["code"] == "draining"
     go_on.set()
     until(service.bridge.ended.is_set)
+    assert (service.drain.num_finished, service.drain.num_cut_short) == (0, 3)
 
 
 def test_request_that_the_stop_overtakes_is_told_of_it(
@@ -247,6 +249,13 @@ def fill(server: LiveServer, num_rows: int, num_tokens: int) -> list[socket.sock
     return asked
 
 
+def last_line(server: LiveServer) -> dict[str, Any]:
+    """Of the log of a server that has ended."""
+    server._reader.join()
+    line: dict[str, Any] = json.loads(server.log.splitlines()[-1])
+    return line
+
+
 def test_sigterm_under_32_streams_completes_them_and_those_in_the_queue(
     servers: dict[str, StubServer], folder: Path
 ) -> None:
@@ -272,6 +281,11 @@ def test_sigterm_under_32_streams_completes_them_and_those_in_the_queue(
         assert answer.startswith(b"HTTP/1.1 200 ")
         assert b'"finish_reason":"length"' in answer
         assert b'"error"' not in answer
+    last = last_line(server)
+    assert last["message"] == (
+        f"ended with status 0; requests since the signal: {NUM_ROWS + NUM_QUEUED} finished, "
+        "0 cut short, 1 refused"
+    )
     streamed = [answer for answer in answers if b"event-stream" in answer]
     assert len(streamed) == NUM_ROWS + NUM_QUEUED // 2
     assert all(answer.endswith(b"\r\n0\r\n\r\n") for answer in streamed)
@@ -290,6 +304,7 @@ def test_second_signal_ends_streams_with_an_error_and_the_process_with_0(
     answers = [read(raw) for raw in asked]
     assert server.process.wait(15) == 0
     assert all(b'"code":"draining"' in answer for answer in answers)
+    assert "0 finished, 2 cut short, 0 refused" in last_line(server)["message"]
 
 
 def test_signal_in_the_load_ends_the_process_within_two_seconds(tmp_path: Path) -> None:
@@ -306,10 +321,15 @@ def test_load_that_takes_too_long_ends_the_process_with_1_and_names_its_stage(
     with stub_server(tmp_path / "model", 2, **names) as server:
         assert server.process.wait(15) == 1
         server._reader.join()
-        assert "cannot serve: the load is not done within 1 s (MAX_LOAD_SECONDS); it is at: " in (
-            server.log
+        lines = [json.loads(line) for line in server.log.splitlines()]
+        [line] = [line for line in lines if line["level"] == "CRITICAL"]
+        assert line["message"].startswith(
+            "cannot serve: the load is not done within 1 s (MAX_LOAD_SECONDS); it is at: waiting "
+            "for a file for "
         )
-        assert "waiting for a file for" in server.log
+        assert line["message"].endswith(f" (MODEL_PATH={tmp_path / 'model'})")
+        assert "loading: waiting for a file" in [line["message"] for line in lines]
+        assert lines[-1]["message"] == "ended with status 1"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -330,11 +350,12 @@ def test_signal_is_heard_where_the_parent_ignores_it(
 def test_death_of_the_engine_thread_ends_the_process_with_1_and_a_message(tmp_path: Path) -> None:
     """How its requests end is in test_bridge."""
     gate = tmp_path / "gate"
-    names = {"DEATH_GATE": str(gate), "SERVED_MODEL_NAME": "stub"}
+    names = {"DEATH_GATE": str(gate), "SERVED_MODEL_NAME": "stub", "LOG_FORMAT": "text"}
     with stub_server(tmp_path / "model", 2, **names) as server:
         server.wait_ready()
         gate.touch()
         assert server.process.wait(15) == 1
         server._reader.join()
         assert "the engine thread has died" in server.log
-        assert 'cannot serve: SystemExit("a stub\'s death")' in server.log
+        assert 'CRITICAL app cannot serve: SystemExit("a stub\'s death")\n' in server.log
+        assert server.log.endswith(" INFO app ended with status 1\n")

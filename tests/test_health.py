@@ -86,6 +86,20 @@ def test_model_that_blocks_is_not_ready_behind_the_limit_and_gets_no_requests(
     assert why_not_ready(client) is None
 
 
+def test_who_is_refused_is_told_when_to_come_back_and_by_a_draining_server_not() -> None:
+    service = StubService()
+    client = create_app(service).test_client()
+    loading = [client.get("/health/ready"), client.post("/generate", json={"prompt": "a"})]
+    assert [response.status_code for response in loading] == [503, 503]
+    assert [response.headers["Retry-After"] for response in loading] == ["5", "5"]
+    with running(service):
+        service.drain.announced.set()
+        service.drain.is_closed = True
+        for response in (client.get("/health/ready"), client.post("/generate", json={})):
+            assert response.get_json()["error"]["code"] == "draining"
+            assert "Retry-After" not in response.headers
+
+
 def test_model_that_raises_each_step_is_not_ready(
     service: StubService, client: FlaskClient
 ) -> None:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 import requests
 
+from app.config import VERSION
 from app.text import TextCodec
 
 from .commands import run_app
@@ -265,6 +266,21 @@ def test_info_says_what_is_served(server: LiveServer) -> None:
     assert (info["context_length"], info["probe"]) == (CONTEXT, "passed")
     assert (info["precision_mismatch"], info["warnings"]) == (False, [])
     assert info["structured_output"] is True
+    assert info["version"] == VERSION
+    names = ("max_queued_requests", "max_queued_tokens", "max_body_bytes", "max_timeout_ms")
+    assert [info[name] for name in names] == [1024, 524_288, 1 << 20, 3_600_000]
+    assert info["max_connections"] == 8192
+
+
+def test_load_is_told_in_fields_and_stage_by_stage(server: LiveServer) -> None:
+    lines = [json.loads(line) for line in server.log.splitlines()]
+    [loaded] = [line for line in lines if line.get("message") == "loaded"]
+    assert (loaded["form"], loaded["max_model_len"]) == ("fused", CONTEXT)
+    assert loaded["seconds"] >= 0
+    messages = [line.get("message") for line in lines]
+    stages = ("reading the graph", "loading weights", "warming up")
+    assert all(messages.count(f"loading: {stage}") == 1 for stage in stages)
+    assert messages.index("loading: loading weights") < messages.index("loaded")
 
 
 def test_metrics_count_what_was_served(server: LiveServer) -> None:
@@ -363,6 +379,7 @@ def test_folder_that_cannot_be_served_ends_the_process_with_the_reason(
     result = run_app("--port", "0", model=tmp_path)
     assert result.returncode == 1
     assert "model.onnx.data" in result.stderr
+    assert f"(MODEL_PATH={tmp_path})" in result.stderr
 
 
 def test_model_len_above_the_context_is_refused_by_name(tiny_llama: TinyModel) -> None:

@@ -89,6 +89,7 @@ OWN: dict[str, set[str]] = {
     "engine": {"backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
     "bridge": {"backlog", "engine", "errors", "garbage", "pulse", "sequence"},
     "drain": {"bridge", "errors"},
+    "readiness": {"errors"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
     "completion": {
         *{"backlog", "bridge", "detokenizer", "errors", "sequence", "stops"},
@@ -98,7 +99,7 @@ OWN: dict[str, set[str]] = {
     # HTTP
     "framing": {"config", "errors"},
     "body": {"config", "errors", "framing"},
-    "connection": {"access", "body", "departure", "direct", "errors", "framing"},
+    "connection": {"access", "body", "cors", "departure", "direct", "errors", "framing"},
     "edge": {"config", "connection"},
     "fields": {"sequence"},
     "generate_requests": {"fields"},
@@ -115,7 +116,7 @@ OWN: dict[str, set[str]] = {
     "routes": {"generate_requests", "openai_requests", "responses"},
     "guard": {"access", "errors", "key_ring", "keys", "quota", "routes"},
     "cors": set(),
-    "openapi": {"http", "limits", "responses", "routes"},
+    "openapi": {"config", "http", "limits", "responses", "routes"},
     "docs_page": {"http", "openapi"},
     "loading": {
         *{"chat", "config", "engine", "errors", "grammar", "graph", "kv_cache", "machine", "model"},
@@ -127,8 +128,8 @@ OWN: dict[str, set[str]] = {
         *{"tools"},
     },
     "service": {
-        *{"bridge", "config", "drain", "engine", "errors", "graph", "guard", "key_ring", "loading"},
-        *{"metrics", "quota", "served"},
+        *{"access", "bridge", "config", "drain", "engine", "errors", "graph", "guard", "key_ring"},
+        *{"loading", "metrics", "quota", "readiness", "served"},
     },
     "switch": {"bridge", "errors", "garbage", "origin", "served", "service"},
     "admin_api": {"errors", "generate_requests", "http", "keys", "served", "service", "switch"},
@@ -145,7 +146,16 @@ OWN: dict[str, set[str]] = {
     },
     "ops_api": {"http", "service"},
     "api": {
-        *{"admin_api", "cors", "docs_page", "errors", "generate_api", "http", "openai_api"},
+        *{
+            "admin_api",
+            "config",
+            "cors",
+            "docs_page",
+            "errors",
+            "generate_api",
+            "http",
+            "openai_api",
+        },
         *{"ops_api", "service", "switch"},
     },
     "__main__": {
@@ -162,7 +172,7 @@ DOORS: dict[str, set[str]] = {
     },
     "gevent": {
         *{"__main__", "answer", "bridge", "connection", "departure", "direct", "drain"},
-        *{"edge", "framing", "passage", "guard", "service", "switch"},
+        *{"edge", "framing", "passage", "guard", "readiness", "service", "switch"},
     },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar", "masks"},

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -104,14 +105,18 @@ def test_both_ports_end_with_the_server_and_no_secret_was_logged(server: StubSer
 
 
 def test_port_that_is_taken_ends_the_start_with_2(folder: Path) -> None:
-    port = str(free_port())
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.stub_server", "--host", "127.0.0.1", "--port", port],
-        cwd=ROOT,
-        env={"PATH": "", "MODEL_PATH": str(folder / "model"), "OPS_PORT": port},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        run = subprocess.run(
+            [sys.executable, "-m", "tests.stub_server", "--host", "127.0.0.1", "--port", "0"],
+            cwd=ROOT,
+            env={"PATH": "", "MODEL_PATH": str(folder / "model"), "OPS_PORT": port},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
     assert run.returncode == 2
-    assert f"OPS_HOST= OPS_PORT={port}: Address already in use" in run.stderr
+    lines = [json.loads(line) for line in run.stderr.splitlines()]
+    assert [line["level"] for line in lines] == ["CRITICAL", "INFO"]
+    assert f"OPS_HOST= OPS_PORT={port}: Address already in use" in lines[0]["message"]
+    assert lines[1]["message"] == "ended with status 2"

@@ -15,8 +15,9 @@ from flask import Flask
 from schemathesis.specs.openapi.definitions import OPENAPI_31
 
 from app.api import create_app
+from app.config import VERSION
 from app.docs_page import render
-from app.openapi import VERSION, build_document
+from app.openapi import build_document
 from app.protocol import parse
 from app.routes import ROUTES, Route, is_open
 from app.service import Service

@@ -11,8 +11,8 @@ from typing import Any
 import gevent
 import pytest
 
-from app.api import create_ops_app
-from app.edge import Edge, bind_ops
+from app.api import create_app, create_ops_app
+from app.edge import Edge, bind, bind_ops
 from app.keys import read_pairs
 
 from .services import SETTINGS, StubService, running, until
@@ -99,6 +99,14 @@ def test_drain_is_told_there_until_the_end() -> None:
 def test_without_the_setting_there_is_no_second_port() -> None:
     service = StubService()
     assert bind_ops(create_ops_app(service), service.settings, print) is None
+
+
+def test_url_of_an_ipv6_address_has_brackets() -> None:
+    server = bind(create_app(StubService()), replace(SETTINGS, host="::1"))
+    try:
+        assert server.url == f"http://[::1]:{server.server_port}"
+    finally:
+        server.stop()
 
 
 def test_host_is_that_of_the_main_port_unless_it_is_told() -> None:

@@ -227,7 +227,8 @@ def test_priority_of_a_request_goes_before_its_arrival() -> None:
         gate.is_open = True
         gevent.joinall(jobs)
         order = [plan.prefill.sequence.request_id for plan in service.stub.plans if plan.prefill]
-        assert order == ["running", "urgent", "waits-0", "waits-1"]
+        assert order[:2] == ["running", "urgent"]
+        assert sorted(order[2:]) == ["waits-0", "waits-1"]  # they came at once
 
 
 def test_key_that_floods_leaves_others_their_turn_and_their_room() -> None:

@@ -1,4 +1,4 @@
-"""The README against the code: what it names exists, what it asks works."""
+"""README and docs/operating.md against the code: what they name exists, what they ask works."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from quantize.forms import PORTABLE
 from .live import ROOT, LiveServer
 
 README = (ROOT / "README.md").read_text()
+OPERATING = (ROOT / "docs" / "operating.md").read_text()
 
 
-def table_rows(heading: str, first: str = "") -> list[list[str]]:
+def table_rows(heading: str, first: str = "", text: str = README) -> list[list[str]]:
     """The cells of the first table under `heading` whose first column has that title."""
-    section = README.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    section = text.split(f"# {heading}\n", 1)[1].split("\n## ", 1)[0]
     table = section[section.index(f"| {first}") :].split("\n\n", 1)[0]
     return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
 
@@ -39,7 +40,10 @@ def test_settings_table_is_what_the_code_takes() -> None:
         return [*cells, str(option.help)]
 
     options = [option for option in OPTIONS if isinstance(option, click.Option)]
-    assert table_rows("Settings") == [shown(option) for option in options]
+    rows = table_rows("Settings", text=OPERATING)
+    assert rows == [shown(option) for option in options]
+    assert [row for row in rows if row in table_rows("Settings")] == table_rows("Settings")
+    assert len(table_rows("Settings")) == 10
 
 
 def test_request_table_names_every_field() -> None:
@@ -67,7 +71,7 @@ def test_portable_model_types_are_those_that_are_named() -> None:
 
 
 def test_example_of_a_file_of_keys_is_one() -> None:
-    [example] = re.findall(r"```json\n(.*?)```", README, re.S)
+    [example] = re.findall(r"```json\n(.*?)```", OPERATING, re.S)
     ann, bob = parse_file(example.encode())
     assert (ann.limits, bob.limits) == (Limits(), Limits(60, 20_000, 4))
 
@@ -77,6 +81,19 @@ def test_examples_are_valid_requests() -> None:
     assert len(bodies) == 2
     for body in bodies:
         parse(GenerateRequest, body.encode())
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/api.md", "docs/operating.md"])
+def test_links_lead_to_files_and_headings(path: str) -> None:
+    file = ROOT / path
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", file.read_text()):
+        linked = (file.parent / target) if target else file
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.M)
+            assert anchor in [
+                re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings
+            ]
 
 
 @pytest.mark.slow
