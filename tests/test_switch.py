@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hmac
 import signal
 import threading
 import weakref
@@ -308,6 +309,23 @@ def test_key_is_needed(
         assert service.current.model.name == "a"
 
 
+def test_comparing_keys_takes_as_long_whatever_their_lengths(
+    client: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[int, int]] = []
+    compare = hmac.compare_digest
+
+    def count(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return compare(a, b)
+
+    monkeypatch.setattr("app.admin_api.hmac.compare_digest", count)
+    for given, status in [(KEY, 200), (KEY[:-1], 401), ("x" * 100, 401)]:
+        headers = {"Authorization": f"Bearer {given}"}
+        assert client.get("/admin/model", headers=headers).status_code == status
+    assert compared == [(32, 32)] * 3
+
+
 def test_without_a_key_in_the_settings_nobody_may(service: Folders) -> None:
     service.settings = replace(service.settings, admin_api_key="")
     client = create_app(service).test_client()
@@ -529,6 +547,7 @@ def test_hangup_that_has_to_wait_takes_effect_once_for_all(
     hangups = [gevent.spawn(reload, service) for _ in range(3)]
     gevent.joinall(hangups[1:], timeout=20)
     assert [hangup.dead for hangup in hangups] == [False, True, True]
+    assert (service.loading, service.current.model.name) == (None, "b")
     go_on.set()
     job.get(timeout=20)
     hangups[0].get(timeout=20)
