@@ -13,7 +13,15 @@ from .admin_api import admin_routes
 from .config import VERSION, Settings
 from .cors import Cors
 from .docs_page import docs_routes
-from .errors import ClientLeft, PayloadTooLarge, ServeError, UnreadableBody, error_body
+from .errors import (
+    ClientLeft,
+    NotReady,
+    Overloaded,
+    PayloadTooLarge,
+    ServeError,
+    UnreadableBody,
+    error_body,
+)
 from .generate_api import generate_routes
 from .http import begin_request, give_back, json_response, note
 from .openai_api import openai_routes
@@ -33,7 +41,6 @@ def create_app(service: Service) -> Flask:
         cors = Cors(service.settings.cors_origins)
         app.before_request(cors.preflight)
         app.after_request(cors.tell)
-    app.before_request(service.guard.check)
     app.register_blueprint(generate_routes(service))
     app.register_blueprint(openai_routes(service))
     app.register_blueprint(docs_routes())
@@ -43,6 +50,7 @@ def create_app(service: Service) -> Flask:
 
     @app.before_request
     def take() -> None:
+        service.guard.check()
         if request.method == "POST":
             service.drain.check()
 
@@ -79,6 +87,8 @@ def _new_app(service: Service) -> Flask:
     def refuse(error: Exception) -> Response:
         status, body = _describe(error)
         note(error=body["error"]["code"])
+        if isinstance(error, Overloaded | NotReady):
+            service.guard.forgive()
         # A probe's 503 is its answer, not a lost request; a client that left was not refused.
         if request.endpoint != READY and not isinstance(error, ClientLeft):
             service.metrics.rejected(body["error"]["code"])

@@ -2,8 +2,8 @@
 
 The bounds of the queue, and the estimates that a client is told. Each field is written by one
 thread only: what has come by the hub, what has left the queue by the engine thread, each by adding
-to numbers; what waits is their difference. No method takes longer for a longer queue but `place`,
-which looks through it once a second at most.
+to numbers; what waits is their difference. No method takes longer for a longer queue or for more
+owners, but for a look through either once a second at most.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from operator import attrgetter, itemgetter
 from .errors import Overloaded
 from .pace import Pace
 from .sequence import Sequence, Status, StepPlan
-from .work import Line, Work
+from .work import Line, Shares, Work
 
 _LISTED_SECONDS = 1.0
 _LISTED_PER_SECOND = 2000  # a long queue is listed less often: that takes 2 ms per thousand
+_OWNERS_PER_SECOND = 1000  # likewise, of many owners what each has
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,13 @@ class Backlog:
         self._max_prompt_tokens = max_prompt_tokens
         self._prefill_chunk = prefill_chunk
         self._clock = clock
-        self._lines: dict[str, Line] = {}  # by owner
+        self._lines: dict[str, Line] = {}  # by owner; the hub drops those that are empty
+        self._all = Line()
+        self._shares = Shares({})
+        self._shares_at = 0.0
         self._plan: StepPlan | None = None
-        self._listed: dict[int, tuple[int, int, int, float]] = {}  # by id: the Work in front
+        self._listing = 0  # its number; a sequence has it, and the Work in front of it
+        self._num_listed = 0
         self._listed_at = -_LISTED_SECONDS
         self._listed_running = self._running()
 
@@ -67,12 +72,12 @@ class Backlog:
     @property
     def num_sequences(self) -> int:
         """That wait."""
-        return sum(line.num_sequences for line in self._lines.values())
+        return self._all.num_sequences
 
     @property
     def num_prompt_tokens(self) -> int:
         """Of those that wait."""
-        return sum(line.num_prompt_tokens for line in self._lines.values())
+        return self._all.num_prompt_tokens
 
     def check(self, owner: str, num_sequences: int, num_prompt_tokens: int) -> None:
         """Raises Overloaded if there is no room for so many more.
@@ -107,7 +112,9 @@ class Backlog:
             line = self._lines.get(sequence.owner)
             if line is None:
                 line = self._lines[sequence.owner] = Line()
-            line.came.add(sequence, self._num_steps(len(sequence.prompt_ids)))
+            num_steps = self._num_steps(len(sequence.prompt_ids))
+            line.came.add(sequence, num_steps)
+            self._all.came.add(sequence, num_steps)
 
     def next_place(self, owner: str) -> Place:
         """That a sequence would have that came now, behind all others of its owner."""
@@ -121,22 +128,39 @@ class Backlog:
         if not _waits(sequence):
             return None
         is_old = self._clock() - self._listed_at >= max(
-            _LISTED_SECONDS, len(self._listed) / _LISTED_PER_SECOND
+            _LISTED_SECONDS, self._num_listed / _LISTED_PER_SECOND
         )
-        if is_old or id(sequence) not in self._listed:
+        if is_old or not self._is_listed(sequence):
             self._list(open_sequences)
-        ahead = Work(*self._listed[id(sequence)])
+        listed = sequence.listed
+        if listed is None or not self._is_listed(sequence):
+            return None  # the engine has taken it up meanwhile, or all have been ended
+        ahead = Work(*listed[1:])
         seconds = self._seconds(ahead, self._listed_running)
-        return Place(int(ahead.num_sequences) + 1, len(self._listed), seconds)
+        return Place(int(ahead.num_sequences) + 1, self._num_listed, seconds)
+
+    def _is_listed(self, sequence: Sequence) -> bool:
+        return sequence.listed is not None and sequence.listed[0] == self._listing
 
     def _ahead(self, owner: str) -> Work:
         """All of the owner's, and of each other owner as much as that and a sequence more."""
-        answer_tokens = self.pace.answer_tokens
-        works = {name: line.work(answer_tokens) for name, line in self._lines.items()}
-        ahead = works.pop(owner, Work())
-        total = sum(works.values(), ahead)
-        share = ahead.num_tokens + total.num_tokens / max(1, total.num_sequences)
-        return sum((work.up_to(share) for work in works.values()), ahead)
+        shares = self._shares_now()
+        line = self._lines.get(owner)
+        own = line.work(self.pace.answer_tokens) if line is not None else Work()
+        total = shares.total
+        share = own.num_tokens + total.num_tokens / max(1, total.num_sequences)
+        return own + shares.up_to(share, owner)
+
+    def _shares_now(self) -> Shares:
+        """Of all owners that wait; of many as it was a moment ago."""
+        now = self._clock()
+        if now - self._shares_at >= self._shares.num / _OWNERS_PER_SECOND:
+            # All that came of an empty one has gone: the engine thread looks for it no more.
+            self._lines = {name: line for name, line in self._lines.items() if line.num_sequences}
+            answer_tokens = self.pace.answer_tokens
+            works = {name: line.work(answer_tokens) for name, line in self._lines.items()}
+            self._shares, self._shares_at = Shares(works), now
+        return self._shares
 
     def _list(self, open_sequences: Iterable[Sequence]) -> None:
         """Orders all that wait as the scheduler will, as if all owners had been served alike.
@@ -147,7 +171,7 @@ class Backlog:
         for sequence in open_sequences:
             if _waits(sequence):
                 lines.setdefault(sequence.owner, []).append(sequence)
-        tagged: list[tuple[float, int, int, int, float]] = []
+        tagged: list[tuple[float, Sequence, int, int, float]] = []
         chunk, expected = self._prefill_chunk, self.pace.answer_tokens
         for line in lines.values():
             line.sort(key=attrgetter("priority"))
@@ -155,14 +179,15 @@ class Backlog:
             for sequence in line:
                 prompt = len(sequence.prompt_ids)
                 answer = min(expected, sequence.params.max_tokens)
-                tagged.append((served, id(sequence), prompt, -(-prompt // chunk), answer))
+                tagged.append((served, sequence, prompt, -(-prompt // chunk), answer))
                 served += prompt + answer
         if len(lines) > 1:
             tagged.sort(key=itemgetter(0))
-        self._listed = {}
+        self._listing += 1
+        self._num_listed = len(tagged)
         prompts, steps, answers = 0, 0, 0.0
-        for position, (_, key, prompt, step, answer) in enumerate(tagged):
-            self._listed[key] = (position, prompts, steps, answers)
+        for position, (_, sequence, prompt, step, answer) in enumerate(tagged):
+            sequence.listed = (self._listing, position, prompts, steps, answers)
             prompts, steps, answers = prompts + prompt, steps + step, answers + answer
         self._listed_at = self._clock()
         self._listed_running = self._running()
@@ -210,15 +235,17 @@ class Backlog:
         self._plan = replace(plan, dequeued=[])  # one that has ended is not to be kept for it
         for sequence in plan.dequeued:
             line = self._lines.get(sequence.owner)
-            if line is not None:  # a self-test has not come through the hub
-                line.gone.add(sequence, self._num_steps(len(sequence.prompt_ids)))
+            if line is not None:  # it has come through the hub
+                num_steps = self._num_steps(len(sequence.prompt_ids))
+                self._all.gone.add(sequence, num_steps)
+                line.gone.add(sequence, num_steps)
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
         num_tokens = len(plan.prefill.token_ids) if plan.prefill is not None else 0
         self.pace.stepped(num_tokens, seconds)
 
     def finished(self, sequence: Sequence) -> None:
-        if sequence.output_ids and sequence.owner in self._lines:  # likewise
+        if sequence.output_ids:
             self.pace.answered(len(sequence.output_ids))
 
 

@@ -17,16 +17,15 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import gevent
 import gevent.event
-from gevent.threadpool import ThreadPool
 
 from . import garbage
 from .backlog import Backlog, Place
-from .errors import DeadlineExceeded, Draining, NotReady, UnservableModel
+from .errors import Draining, NotReady, UnservableModel
+from .off_hub import Kind, Waiter, run
 from .pulse import Pulse
 from .sequence import Advance, FinishReason, Sequence
 
@@ -44,17 +43,7 @@ _IDLE_TEST_SECONDS = 30.0
 _RETEST_SECONDS = 1.0
 _LOOK_SECONDS = 0.01  # for a thread's end, of which nothing tells the hub
 
-# Threads for work off the hub. Each kind has its own, so that it waits for its like only: a grammar
-# may take seconds, a text milliseconds.
-Work = Literal["text", "template", "grammar"]
-_NUM_THREADS: dict[Work, int] = {"text": 4, "template": 2, "grammar": 2}
-
 T = TypeVar("T")
-
-
-@cache
-def _pool(kind: Work) -> ThreadPool:
-    return ThreadPool(_NUM_THREADS[kind])
 
 
 class State(enum.Enum):
@@ -222,28 +211,10 @@ class Bridge:
         return self.backlog.place(sequence, self._streams)
 
     def off_hub(
-        self, work: Callable[[], T], kind: Work = "text", deadline_at: float | None = None
+        self, work: Callable[[], T], kind: Kind = "text", waiter: Waiter | None = None
     ) -> T:
-        """Runs `work` on a native thread; the hub turns meanwhile.
-
-        Raises DeadlineExceeded at `deadline_at` (of `time.monotonic`). Work that waits for a thread
-        then never begins; what runs cannot be stopped: it keeps its thread, and its result is
-        dropped.
-        """
-
-        def run() -> tuple[T | None, BaseException | None]:
-            try:
-                return work(), None
-            except BaseException as error:  # gevent would print it, a client's mistake or not
-                return None, error
-
-        left = None if deadline_at is None else max(0.0, deadline_at - time.monotonic())
-        late = DeadlineExceeded("the request's time was over before its first token")
-        with gevent.Timeout(left, late):
-            result, error = _pool(kind).spawn(run).get()
-        if error is not None:
-            raise error
-        return cast(T, result)
+        """`off_hub.run`, for a request, or for the server itself."""
+        return run(work, kind, waiter or Waiter())
 
     def request_stop(self) -> None:
         """Ends every stream now, and the engine thread after its current step; `ended` tells when

@@ -8,8 +8,8 @@ next request lies on it already. Belongs to the hub, and knows nothing of reques
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import gevent
@@ -69,6 +69,17 @@ class Departure:
         self._on_leave = on_leave
         if self.has_left:
             on_leave()
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Inside, whoever waits in this greenlet is woken with ClientLeft when the client leaves;
+        nobody else is called meanwhile."""
+        waits = gevent.getcurrent()
+        self.call(lambda: waits.throw(ClientLeft("the client has left")))
+        try:
+            yield
+        finally:
+            self.forget()
 
     def _look(self) -> None:
         try:

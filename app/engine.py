@@ -82,6 +82,7 @@ class Engine:
         self.backlog = Backlog()  # hears of each step; the bridge puts its own here
         # In a row; apart, for a good prompt says nothing of a decode that always fails.
         self._num_failed = {"prefill": 0, "decode": 0}
+        self._is_tested = False  # by itself
         self.num_steps = 0  # that ran something, well or not
         observer.limited(scheduler.batch_limit)
 
@@ -109,7 +110,7 @@ class Engine:
         """
         started_at = self._clock()
         plan = self._scheduler.plan()
-        self.backlog.planned(plan)
+        self._tell(self.backlog.planned, plan)
         self.num_steps += not plan.is_empty
         try:
             sampled = self._run(plan)
@@ -167,21 +168,23 @@ class Engine:
         for advance in advances:
             if advance.finish_reason is not None:
                 self._tell(self._observer.finished, advance.sequence)
-                self.backlog.finished(advance.sequence)
+                if not self._is_tested:
+                    self._tell(self.backlog.finished, advance.sequence)
         if not plan.is_empty:
             self._tell(self._observer.stepped, plan)
-            self.backlog.stepped(plan, now - started_at)
+            if not self._is_tested:
+                self._tell(self.backlog.stepped, plan, now - started_at)
         scheduler = self._scheduler
         self._tell(self._observer.counted, scheduler.num_waiting, scheduler.num_running)
         self._tell(self._observer.limited, scheduler.batch_limit)
 
     @staticmethod
     def _tell(hear: Callable[..., None], *news: object) -> None:
-        """An observer that fails costs nobody a token."""
+        """Who only hears of it costs nobody a token by failing."""
         try:
             hear(*news)
         except Exception:
-            log.exception("the observer failed")
+            log.exception("%s failed", getattr(hear, "__qualname__", "the observer"))
 
     def self_test(self) -> None:
         """Generates one token, and one more if it was decode that failed last; raises RuntimeError
@@ -192,12 +195,16 @@ class Engine:
         num_tokens = 1 + (self._num_failed["decode"] > 0)
         params = SamplingParams(num_tokens, ignore_eos=True)
         probe = Sequence("self-test", [0], params, owner="(self-test)")
-        observer, self._observer = self._observer, Unobserved()  # it is nobody's request
+        # It is nobody's request, and not what a step of theirs takes.
+        observer, self._observer, self._is_tested = self._observer, Unobserved(), True
+        started_at = self._clock()
         self.submit(probe)
+        self.step()
+        self.backlog.pace.guess(self._clock() - started_at)
         while not probe.is_finished:
             self.step()
         self.step()  # drops its row
-        self._observer = observer
+        self._observer, self._is_tested = observer, False
         if probe.error is not None:
             kind = "decode" if probe.output_ids else "prefill"
             self._num_failed[kind] = max(self._num_failed[kind], _NUM_FAILED)

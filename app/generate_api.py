@@ -20,6 +20,7 @@ from .http import (
     send_stream,
     send_whole,
     take,
+    waiter,
 )
 from .limits import check_ids
 from .served import Ask, Served
@@ -54,7 +55,7 @@ def generate_routes(service: Service) -> Blueprint:
             [asked.prompt],
             parse_special=bool(asked.parse_special),
             prefix=bool(asked.add_special_tokens),
-            deadline_at=read_deadline(None, service.settings),
+            waiter=waiter(read_deadline(None, service.settings)),
         )
         limit = served.model.max_model_len
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
@@ -65,7 +66,7 @@ def generate_routes(service: Service) -> Blueprint:
         served = take(service)
         check_ids(asked.tokens, served.model.vocab_size, "tokens")
         deadline_at = read_deadline(None, service.settings)
-        return json_response({"prompt": served.decode(asked.tokens, deadline_at)})
+        return json_response({"prompt": served.decode(asked.tokens, waiter(deadline_at))})
 
     return routes
 
@@ -74,7 +75,7 @@ def _ask(served: Served, asked: GenerateRequest) -> Ask:
     deadline_at = read_deadline(asked.timeout_ms, served.settings)
     served.check_room(owner(), asked.num_choices)
     prompts = served.encode(
-        [asked.prompt], parse_special=bool(asked.parse_special), deadline_at=deadline_at
+        [asked.prompt], parse_special=bool(asked.parse_special), waiter=waiter(deadline_at)
     )
     return ask(
         prompts,

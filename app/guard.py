@@ -6,6 +6,7 @@ byte of the answer, however that ends.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from .key_ring import KeyRing
 from .keys import Key
 from .quota import Lease, Quotas
 from .routes import is_open
+
+log = logging.getLogger(__name__)
 
 _LEASE = "phi_serve.lease"  # in the environ, to be found when the answer is closed
 _PERIOD_SECONDS = 1.0
@@ -62,11 +65,21 @@ class Guard:
         return released
 
     def keep(self, sleep: Callable[[float], object] = gevent.sleep) -> None:
-        """Every second, without end: takes over changed keys, and charges what was generated."""
+        """Every second, without end: takes over changed keys, and charges what was generated. One
+        that fails is tried again the next second, and holds up neither the other nor the loop."""
         while True:
             sleep(_PERIOD_SECONDS)
-            self._ring.refresh()
-            self._quotas.settle()
+            for work in (self._ring.refresh, self._quotas.settle):
+                try:
+                    work()
+                except Exception:
+                    log.exception("keys: %s failed", work.__name__)
+
+    def forgive(self) -> None:
+        """This request was refused for no fault of its key's: it does not count."""
+        lease: Lease | None = g.get("lease")
+        if lease is not None:
+            lease.cancel()
 
     def _key(self) -> Key:
         scheme, _, secret = request.headers.get("Authorization", "").partition(" ")

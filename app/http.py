@@ -19,8 +19,9 @@ from .departure import ENVIRON_KEY, Departure
 from .direct import Outlet, Regular
 from .errors import InvalidRequest, PayloadTooLarge, UnreadableBody, UnsupportedMediaType
 from .limits import deadline
+from .off_hub import Waiter
 from .protocol import parse
-from .replies import guarded, keep_alive, summary, usage
+from .replies import guarded, keep_alive, num_made, summary
 from .served import Ask, Served
 from .service import Service
 
@@ -92,6 +93,11 @@ def read_deadline(timeout_ms: int | None, settings: Settings) -> float | None:
 def owner() -> str:
     """Whose request this is: the name of its API key."""
     return str(g.get("owner", ""))
+
+
+def waiter(deadline_at: float | None) -> Waiter:
+    """This request, as it waits for work off the hub."""
+    return Waiter(g.departure, owner(), deadline_at)
 
 
 def ask(prompts: list[list[int]], deadline_at: float | None, **fields: Any) -> Ask:
@@ -194,7 +200,7 @@ def note(**fields: Any) -> None:
 def _meter(answer: Answer) -> None:
     """Charges its tokens to the key that asks, if there is one."""
     if (lease := g.get("lease")) is not None:
-        lease.meter(lambda: usage(answer)["total_tokens"])
+        lease.meter(lambda: num_made(answer))
 
 
 def _tell(answer: Answer) -> None:

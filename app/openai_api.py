@@ -17,6 +17,7 @@ from .http import (
     send_stream,
     send_whole,
     take,
+    waiter,
 )
 from .limits import check_ids, check_messages
 from .openai_replies import ChatReply, CompletionReply, Reply
@@ -71,7 +72,7 @@ def openai_routes(service: Service) -> Blueprint:
         rendered = _render(served, asked, use, deadline_at)
         if (structure := _tools_structure(served, use)) and served.model.grammars is not None:
             # What a request for an answer would be refused for.
-            served.compile(structure, deadline_at)
+            served.compile(structure, waiter(deadline_at))
         return json_response(
             {
                 "prompt": rendered.text,
@@ -133,7 +134,7 @@ def _prompt_ids(
 ) -> list[list[int]]:
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if not isinstance(prompt, str)]
-    return served.encode(texts, deadline_at=deadline_at) if texts else ids
+    return served.encode(texts, waiter=waiter(deadline_at)) if texts else ids
 
 
 def _ask_chat(served: Served, asked: ChatRequest, use: ToolUse | None) -> Ask:
@@ -171,7 +172,7 @@ def _render(
         except ValueError as error:
             field = f"tools[{i}].function.parameters"
             raise InvalidRequest(f"{field}: {error}", param=field) from None
-    return served.render(asked.template_messages, use, deadline_at)
+    return served.render(asked.template_messages, use, waiter(deadline_at))
 
 
 def _tools_structure(served: Served, use: ToolUse | None) -> Structure | None:

@@ -26,6 +26,11 @@ class Pace:
         self._prompt_seconds = 0.0
         self._prompt_tokens = 0.0
 
+    def guess(self, seconds: float) -> None:
+        """That a step takes, as long as none has been measured."""
+        if not (self._num_decodes or self._prompt_tokens):
+            self.step_seconds = seconds
+
     def stepped(self, num_prompt_tokens: int, seconds: float) -> None:
         """A step has run, and has read so many tokens of a prompt."""
         if self.step_seconds == 0.0:  # a guess, until there is one that only decodes

@@ -7,6 +7,7 @@ has a token left; what it takes beyond that counts, too, and holds back the next
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import RateLimited
+
+log = logging.getLogger(__name__)
 
 WINDOW_SECONDS = 60.0
 _CONCURRENCY_SECONDS = 1.0  # when an open request ends, nobody knows
@@ -28,22 +31,37 @@ class Limits:
     concurrent_requests: int | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Entry:
+    """Of a window; 0 of it counts once it is forgotten or taken back."""
+
+    at: float
+    amount: int
+
+
 class Window:
     """What was used in the last 60 seconds, and when."""
 
     def __init__(self) -> None:
         self.used = 0
-        self._entries: deque[tuple[float, int]] = deque()
+        self._entries: deque[Entry] = deque()
 
-    def add(self, amount: int, now: float) -> None:
+    def add(self, amount: int, now: float) -> Entry:
+        entry = Entry(now, amount)
         if amount:
-            self._entries.append((now, amount))
+            self._entries.append(entry)
             self.used += amount
+        return entry
+
+    def take_back(self, entry: Entry) -> None:
+        """As if it had never been used."""
+        self.used -= entry.amount
+        entry.amount = 0
 
     def forget(self, now: float) -> None:
         """What is older than the window."""
-        while self._entries and self._entries[0][0] + WINDOW_SECONDS <= now:
-            self.used -= self._entries.popleft()[1]
+        while self._entries and self._entries[0].at + WINDOW_SECONDS <= now:
+            self.take_back(self._entries.popleft())
 
     def seconds_until_below(self, limit: int, now: float) -> float:
         """0 if less than `limit` is used."""
@@ -51,10 +69,10 @@ class Window:
         left = self.used
         if left < limit:
             return 0.0
-        for at, amount in self._entries:
-            left -= amount
+        for entry in self._entries:
+            left -= entry.amount
             if left < limit:
-                return at + WINDOW_SECONDS - now
+                return entry.at + WINDOW_SECONDS - now
         raise AssertionError("limits are at least 1")
 
 
@@ -82,6 +100,7 @@ class Lease:
     def __init__(self, account: _Account, clock: Callable[[], float]) -> None:
         self._account = account
         self._clock = clock
+        self._request = account.requests.add(1, clock())
         self._count: Callable[[], int] = lambda: 0
         self._charged = 0
 
@@ -92,16 +111,27 @@ class Lease:
         self._account.tokens.add(self.take_new(), self._clock())
 
     def take_new(self) -> int:
-        """Tokens that were not charged yet."""
-        count = self._count()
+        """Tokens that were not charged yet. A count that fails is not asked again: it costs its own
+        request's tokens, and nobody a place."""
+        try:
+            count = self._count()
+        except Exception:
+            log.exception("a request's tokens cannot be counted")
+            self._count = lambda: self._charged
+            return 0
         new, self._charged = count - self._charged, count
         return new
+
+    def cancel(self) -> None:
+        """The server has refused it for want of room, or does not serve: the request does not
+        count. Its place and its tokens do, if it has any."""
+        self._account.requests.take_back(self._request)
 
     def end(self) -> None:
         """However it ended; a second time is without effect."""
         if self in self._account.open:
-            self._account.tokens.add(self.take_new(), self._clock())
             self._account.open.discard(self)
+            self._account.tokens.add(self.take_new(), self._clock())
 
 
 class Quotas:
@@ -122,7 +152,6 @@ class Quotas:
         account.settle(now)
         if refusals := _refusals(account, limits, now):
             raise max(refusals, key=lambda refusal: refusal.retry_after or 0.0)
-        account.requests.add(1, now)
         lease = Lease(account, self._clock)
         account.open.add(lease)
         return lease

@@ -90,8 +90,9 @@ class TokenLogprobs:
 class Sequence:
     """Invariant: `num_cached` tokens of `prompt_ids + output_ids` have their keys in the cache.
 
-    `ended_by` is the one field that the hub writes, to end the sequence early: its client has gone,
-    its deadline passed, or its text holds a stop string. The engine thread reads it between steps.
+    `ended_by` is what the hub writes to end the sequence early: its client has gone, its deadline
+    passed, or its text holds a stop string. The engine thread reads it between steps.
+    `listed` is the hub's, too: its place in the queue, for `backlog`.
     `end_ids` are the tokens that end the answer and `max_output` its length at most, once it has a
     scheduler.
     Instants are in seconds of the engine's clock, None until they have come.
@@ -114,6 +115,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     error: str | None = None
     ended_by: FinishReason | None = None
+    listed: tuple[int, int, int, int, float] | None = None
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None

@@ -22,6 +22,7 @@ from .limits import (
     resolve_max_tokens,
 )
 from .metrics import EngineMetrics
+from .off_hub import Waiter
 from .origin import Origin, read_origin
 from .sequence import Constraint, FinishReason, SamplingParams, Sequence
 
@@ -59,6 +60,10 @@ class Ask:
     deadline_at: float | None = None
     structure: Structure | None = None
     visible_ids: frozenset[int] = field(default_factory=frozenset)  # control tokens to be shown
+
+    @property
+    def waiter(self) -> Waiter:
+        return Waiter(self.departure, self.owner, self.deadline_at)
 
 
 class Served:
@@ -122,23 +127,23 @@ class Served:
         *,
         parse_special: bool = False,
         prefix: bool | None = None,
-        deadline_at: float | None = None,
+        waiter: Waiter | None = None,
     ) -> list[list[int]]:
         """Token ids of each text. Long ones take long: not on the hub, where they would stall every
-        stream. Raises DeadlineExceeded."""
+        stream. Raises what `off_hub.run` does."""
         encode = partial(self.model.codec.encode, parse_special=parse_special, prefix=prefix)
 
         def work() -> list[list[int]]:
             return [encode(text) for text in texts]
 
         is_long = sum(map(len, texts)) > _LONG_TEXT
-        return self.bridge.off_hub(work, "text", deadline_at) if is_long else work()
+        return self.bridge.off_hub(work, "text", waiter) if is_long else work()
 
-    def decode(self, token_ids: list[int], deadline_at: float | None = None) -> str:
+    def decode(self, token_ids: list[int], waiter: Waiter | None = None) -> str:
         """Likewise the text of token ids, control tokens written out."""
         work = partial(self.model.codec.decode, token_ids)
         is_long = len(token_ids) > _LONG_IDS
-        return self.bridge.off_hub(work, "text", deadline_at) if is_long else work()
+        return self.bridge.off_hub(work, "text", waiter) if is_long else work()
 
     def submit(self, fields: SamplingFields, ask: Ask) -> Answer:
         """Queues a sequence for each choice of each prompt, choices of a prompt side by side.
@@ -153,7 +158,7 @@ class Served:
         constrain: Callable[[], Constraint] | None = None
         if ask.structure is not None:
             check_structure(fields, ask.structure.field, is_free=ask.structure.is_free)
-            constrain = self.compile(ask.structure, ask.deadline_at).constraint
+            constrain = self.compile(ask.structure, ask.waiter).constraint
         params = fields.params(1, ask.num_logprobs)  # but for what each prompt or choice has
         sequences = [
             sequence
@@ -176,16 +181,18 @@ class Served:
         return answer
 
     def render(
-        self, messages: list[dict[str, Any]], use: ToolUse | None, deadline_at: float | None = None
+        self, messages: list[dict[str, Any]], use: ToolUse | None, waiter: Waiter | None = None
     ) -> Rendered:
-        """A conversation by the model's chat template. Raises InvalidRequest, DeadlineExceeded."""
+        """A conversation by the model's chat template. Raises InvalidRequest, and what
+        `off_hub.run` does."""
         tools = [tool.shown() for tool in use.tools] if use else None
         # Templates are programs, and run several times: never on the hub.
         work = partial(self.model.chat.render, messages, tools)
-        return self.bridge.off_hub(work, "template", deadline_at)
+        return self.bridge.off_hub(work, "template", waiter)
 
-    def compile(self, structure: Structure, deadline_at: float | None) -> Grammar:
-        """Raises InvalidRequest for a grammar that cannot be compiled, DeadlineExceeded."""
+    def compile(self, structure: Structure, waiter: Waiter) -> Grammar:
+        """Raises InvalidRequest for a grammar that cannot be compiled, and what `off_hub.run`
+        does."""
         grammars = self.model.grammars
         if grammars is None:
             raise InvalidRequest(
@@ -199,7 +206,7 @@ class Served:
             "tools": grammars.tools,
         }
         work = partial(compilers[structure.kind], structure.source, structure.field)
-        return self.bridge.off_hub(work, "grammar", deadline_at)
+        return self.bridge.off_hub(work, "grammar", waiter)
 
     def _load(self, load: Callable[[Served], Engine]) -> Engine:
         # First: what changes while it is read has changed.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter
 
 from .sequence import Sequence
 
@@ -35,17 +38,50 @@ class Work:
             self.num_answer_tokens + other.num_answer_tokens,
         )
 
+    def times(self, factor: float) -> Work:
+        return Work(
+            self.num_sequences * factor,
+            self.num_prompt_tokens * factor,
+            self.num_steps * factor,
+            self.num_answer_tokens * factor,
+        )
+
     def up_to(self, num_tokens: float) -> Work:
         """The same mixture, of at most so many tokens."""
         if self.num_tokens <= num_tokens:
             return self
-        share = num_tokens / self.num_tokens
-        return Work(
-            self.num_sequences * share,
-            self.num_prompt_tokens * share,
-            self.num_steps * share,
-            self.num_answer_tokens * share,
-        )
+        return self.times(num_tokens / self.num_tokens)
+
+
+class Shares:
+    """What several owners have, each some, summed up beforehand: it takes no longer for more."""
+
+    def __init__(self, works: dict[str, Work]) -> None:
+        works = {owner: work for owner, work in works.items() if work.num_tokens > 0}
+        self._works = works
+        ordered = sorted(works.values(), key=attrgetter("num_tokens"))
+        self._num_tokens = [work.num_tokens for work in ordered]
+        self._first = list(accumulate(ordered, initial=Work()))  # of so many with the least
+        per_token = (work.times(1 / work.num_tokens) for work in reversed(ordered))
+        self._per_token_of_last = list(accumulate(per_token, initial=Work()))
+
+    @property
+    def num(self) -> int:
+        return len(self._works)
+
+    @property
+    def total(self) -> Work:
+        return self._first[-1]
+
+    def up_to(self, num_tokens: float, but: str) -> Work:
+        """Of each owner, but for that one, at most so many tokens."""
+        if self._works.keys() <= {but}:
+            return Work()  # not a rest of rounding
+        num_whole = bisect_right(self._num_tokens, num_tokens)
+        of_all = self._first[num_whole]
+        of_all += self._per_token_of_last[self.num - num_whole].times(num_tokens)
+        left_out = self._works.get(but, Work()).up_to(num_tokens)
+        return of_all + left_out.times(-1)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,8 @@ import pytest
 
 from app import connection, engine, generate_replies, http, openai_api
 from app.answer import Answer
-from app.bridge import _NUM_THREADS, Bridge, State, TokenStream
+from app.backlog import Backlog
+from app.bridge import Bridge, State, TokenStream
 from app.chat import ChatTemplate
 from app.completion import Completion
 from app.connection import Connection
@@ -33,8 +34,10 @@ from app.departure import Departure
 from app.detokenizer import Detokenizer
 from app.direct import Outlet
 from app.grammar import Grammars
+from app.guard import Guard
 from app.masks import GrammarConstraint, MaskWorker
 from app.metrics import EngineMetrics, Metrics
+from app.off_hub import NUM_THREADS
 from app.passage import TextEvent
 from app.pulse import Pulse
 from app.scheduler import Scheduler
@@ -50,7 +53,7 @@ from .wire import Client
 NUM_ROWS = 4
 LIMIT_SECONDS = 5.0  # MAX_STEP_SECONDS, on a clock that the test moves
 SECRET = "a secret of the inside"
-_SPARE_THREADS = sum(_NUM_THREADS.values())  # that pools may still start
+_SPARE_THREADS = sum(NUM_THREADS.values())  # that pools may still start
 
 Ask = tuple[str, dict[str, Any]]
 GENERATE: Ask = ("/generate", {"prompt": "a", "max_tokens": 6})
@@ -155,6 +158,7 @@ class Place:
     is_counted: bool = True  # metrics are right behind it
     is_late: bool = False  # the tokens have all come by then
     code: str = "internal_error"  # that the client is told
+    is_deadly: bool = False  # whatever fails there ends the engine thread
     is_direct: bool = False  # a callback of the hub's: a panic there is the delivery's failure
 
 
@@ -177,6 +181,12 @@ PLACES: dict[str, Place] = {
     "finished": on_engine(Metrics, "finished", is_told=False, is_counted=False),
     "counted": on_engine(EngineMetrics, "counted", is_told=False),
     "limited": on_engine(EngineMetrics, "limited", is_told=False),
+    "planned": on_engine(Backlog, "planned", is_told=False),
+    "stepped, backlog": on_engine(Backlog, "stepped", is_told=False),
+    "finished, backlog": on_engine(Backlog, "finished", is_told=False),
+    "post": on_engine(Bridge, "_post", is_deadly=True),
+    "key": Place(Guard, "check"),
+    "room": Place(Backlog, "check"),
     "delivery": Place(TokenStream, "put", GENERATE, 1, code="model_failure"),
     "encode": Place(TextCodec, "encode"),
     "encode off hub": Place(TextCodec, "encode", LONG_TEXT),

@@ -3,16 +3,19 @@ its steps move, as a model would."""
 
 from __future__ import annotations
 
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import pytest
 
-from app.backlog import Backlog
+from app.backlog import Backlog, Place
 from app.errors import Overloaded
 from app.pace import Pace
 from app.sequence import FinishReason, SamplingParams, Sequence, StepPlan
+from app.work import Work
 
 from .engines import stub_engine
 
@@ -187,6 +190,48 @@ def test_sequence_that_runs_or_has_ended_has_no_place() -> None:
     assert [place and place.position for place in places] == [None, None, 1]
 
 
+def test_sequence_that_is_taken_up_while_its_place_is_looked_for_has_none() -> None:
+    simulation = Simulation(num_rows=1)
+    running, waiting = asked(max_tokens=1), asked()
+    simulation.submit(running, waiting)
+
+    def taken_up() -> Iterator[Sequence]:
+        while waiting.admitted_at is None:  # by the engine thread
+            simulation.engine.step()
+        yield waiting
+
+    assert simulation.backlog.place(waiting, taken_up()) is None
+
+
+def test_sequence_has_no_place_once_a_stop_has_ended_all() -> None:
+    waiting = asked()
+    backlog = Backlog()
+    backlog.add([waiting])
+    assert backlog.place(waiting, []) is None
+
+
+def test_place_is_never_that_of_a_sequence_that_was_there_before() -> None:
+    """At the same address, within the second in which places are not looked up again."""
+    backlog = Backlog(clock=lambda: 0.0)
+    others = [asked(), asked()]
+    gone = asked()
+    assert backlog.place(gone, [gone, *others]) == Place(1, 3, 0.0)
+    address = id(gone)
+    del gone
+    newcomers = [asked()]
+    while id(newcomers[-1]) != address and len(newcomers) < 1000:
+        newcomers.append(asked())
+    place = backlog.place(newcomers[-1], [*others, newcomers[-1]])
+    assert place is not None and place.position == 3
+
+
+def test_place_that_was_told_keeps_no_sequence_alive() -> None:
+    backlog, sequence = Backlog(), asked()
+    num = sys.getrefcount(sequence)
+    assert backlog.place(sequence, [sequence]) is not None
+    assert sys.getrefcount(sequence) == num
+
+
 def test_counts_are_zero_again_however_sequences_left() -> None:
     simulation = Simulation(num_rows=1)
     sequences = [asked(max_tokens=3 + i % 30, owner="ab"[i % 2]) for i in range(20)]
@@ -211,6 +256,23 @@ def test_self_tests_count_for_nobody() -> None:
     simulation.engine.self_test()
     assert simulation.backlog.num_sequences == 0
     assert simulation.backlog.pace.answer_tokens == 10
+
+
+def test_pace_is_that_of_requests_and_not_of_self_tests() -> None:
+    simulation = Simulation(token_seconds=0.001)
+    simulation.submit(*(asked(20) for _ in range(10)))
+    simulation.run()
+    pace = simulation.backlog.pace
+    measured = (pace.step_seconds, pace.token_seconds, pace.answer_tokens)
+    model: Any = simulation.engine._model
+
+    def idle(plan: StepPlan, logits: Any) -> None:
+        simulation.now += 5
+
+    model.change = idle
+    for _ in range(3):
+        simulation.engine.self_test()
+    assert (pace.step_seconds, pace.token_seconds, pace.answer_tokens) == measured
 
 
 # --- bounds ---------------------------------------------------------------------------------------
@@ -261,6 +323,37 @@ def test_key_that_floods_leaves_room_for_others_and_these_for_more() -> None:
         raise AssertionError("there is no bound")
 
     assert [flood(owner) for owner in "abcd"] == [50, 25, 13, 6]
+
+
+def test_refusal_takes_as_little_with_a_thousand_keys_and_those_that_are_gone_cost_nothing() -> (
+    None
+):
+    backlog = Backlog(max_sequences=1000)
+    waiting = [asked(3 + i % 50, owner=f"key {i}") for i in range(1000)]
+    backlog.add(waiting)
+    started_at = time.thread_time()
+    for _ in range(300):
+        with pytest.raises(Overloaded):
+            backlog.check("newcomer", 1, 1)
+    assert (time.thread_time() - started_at) / 300 < 0.001
+    backlog.planned(StepPlan([], None, [], dequeued=waiting))
+    backlog._shares_at = -10.0
+    assert backlog.next_place("newcomer") == Place(1, 0, 0.0)
+    assert backlog._lines == {}
+
+
+@pytest.mark.parametrize("own", [0, 7, 300])
+def test_place_behind_many_keys_is_what_a_look_at_each_says(own: int) -> None:
+    backlog = Backlog(prefill_chunk=CHUNK)
+    num = {f"key {i}": 1 + i * i % 9 for i in range(40)} | {"own": own}
+    for owner, count in num.items():
+        backlog.add([asked(3 + 7 * i % 30, 10 + i, owner=owner) for i in range(count)])
+    works = {name: line.work(backlog.pace.answer_tokens) for name, line in backlog._lines.items()}
+    total = sum(works.values(), Work())
+    ahead = works.pop("own", Work())
+    share = ahead.num_tokens + total.num_tokens / total.num_sequences
+    ahead = sum((work.up_to(share) for work in works.values()), ahead)
+    assert astuple(backlog._ahead("own")) == pytest.approx(astuple(ahead))
 
 
 def test_refusal_says_what_waits_and_which_bound_that_is() -> None:

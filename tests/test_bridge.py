@@ -12,6 +12,7 @@ import pytest
 from app.bridge import Bridge, State, TokenStream
 from app.engine import Engine
 from app.errors import DeadlineExceeded, InvalidRequest, NotReady, UnservableModel
+from app.off_hub import Waiter
 from app.sequence import Advance, FinishReason, Sequence
 
 from .conftest import TinyModel
@@ -267,9 +268,14 @@ def test_wait_for_work_off_the_hub_ends_at_the_deadline(started: Started) -> Non
     bridge, _ = started()
     go_on = threading.Event()
     with pytest.raises(DeadlineExceeded):
-        bridge.off_hub(lambda: go_on.wait(20), "grammar", time.monotonic() + 0.01)
+        bridge.off_hub(
+            lambda: go_on.wait(20), "grammar", Waiter(deadline_at=time.monotonic() + 0.01)
+        )
     go_on.set()
-    assert bridge.off_hub(lambda: "done", "grammar", time.monotonic() + 20) == "done"
+    assert (
+        bridge.off_hub(lambda: "done", "grammar", Waiter(deadline_at=time.monotonic() + 20))
+        == "done"
+    )
 
 
 def test_work_off_the_hub_runs_on_native_threads_side_by_side(started: Started) -> None:
@@ -357,7 +363,9 @@ def test_work_waits_for_its_like_only_and_never_begins_past_its_deadline(
     busy = [gevent.spawn(bridge.off_hub, lambda: go_on.wait(20), "grammar") for _ in range(9)]
     gevent.sleep(0)
     with pytest.raises(DeadlineExceeded):
-        bridge.off_hub(lambda: begun.append("late"), "grammar", time.monotonic() + 0.01)
+        bridge.off_hub(
+            lambda: begun.append("late"), "grammar", Waiter(deadline_at=time.monotonic() + 0.01)
+        )
     with gevent.Timeout(10):
         assert [bridge.off_hub(lambda: 1, kind) for kind in ("text", "template")] == [1, 1]
     go_on.set()

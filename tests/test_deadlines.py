@@ -13,7 +13,7 @@ import gevent
 import pytest
 
 from app.api import create_app
-from app.bridge import Work
+from app.off_hub import Kind
 from app.sequence import FinishReason, StepPlan
 
 from .engines import stub_answer
@@ -246,7 +246,7 @@ SOON = {"X-Request-Timeout": "0.02"}
     ],
 )
 def test_deadline_counts_where_the_request_waits_for_a_thread(
-    path: str, kind: Work, body: dict[str, Any]
+    path: str, kind: Kind, body: dict[str, Any]
 ) -> None:
     go_on = threading.Event()
     with running(StubService()) as service:

@@ -13,6 +13,7 @@ from typing import Any
 import gevent
 import pytest
 
+from app.api import create_app
 from app.edge import Edge
 from app.guard import Guard
 from app.key_ring import KeyRing
@@ -215,6 +216,77 @@ def test_new_limits_of_the_file_count_at_once(tmp_path: Path) -> None:
         keys_file(tmp_path / "keys.json", requests_per_minute=1000)
         until(lambda: answer(server, post(ASK, KEY, path=b"/generate")).status == 200)
         keeper.kill()
+
+
+def test_nothing_that_fails_ends_the_keeping_of_keys_and_quotas(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    class Ring(KeyRing):
+        def refresh(self) -> None:
+            done.append("refresh")
+            if len(done) > 1:
+                raise RuntimeError("the disk is gone")
+
+    class FailingQuotas(Quotas):
+        def settle(self) -> None:
+            done.append("settle")
+            raise RuntimeError("it cannot count")
+
+    def sleep(_: float) -> None:
+        if len(done) > 5:
+            raise gevent.GreenletExit
+
+    ring = Ring((), keys_file(tmp_path / "keys.json"))
+    with pytest.raises(gevent.GreenletExit):
+        Guard(ring, FailingQuotas()).keep(sleep)
+    assert done == ["refresh", *["refresh", "settle"] * 3]
+
+
+def test_tokens_that_nobody_reads_are_charged_as_they_are_generated(tmp_path: Path) -> None:
+    with limited(tmp_path, tokens_per_minute=1000) as (service, _):
+        client = create_app(service).test_client()
+        headers = {"Authorization": f"Bearer {SECRET}"}
+        body = {"prompt": "abc", "max_tokens": 50, "ignore_eos": True, "stream": True}
+        response = client.post("/generate", json=body, headers=headers, buffered=False)
+        next(iter(response.response))  # and no more
+        until(lambda: not service.bridge.has_streams)
+        service.guard._quotas.settle()
+        assert service.guard._quotas._accounts["ann"].tokens.used == 3 + 50
+        response.close()
+        assert service.guard._quotas._accounts["ann"].tokens.used == 3 + 50
+
+
+def test_request_that_finds_no_room_does_not_count(tmp_path: Path) -> None:
+    path = keys_file(tmp_path / "keys.json", requests_per_minute=3)
+    settings = replace(SETTINGS, api_keys_file=path, max_queued_requests=1)
+    go_on = threading.Event()
+    with (
+        gevent.Timeout(60),
+        running(StubService(settings, max_batch_size=1)) as service,
+        serving_of(service) as server,
+    ):
+        service.stub.plans.clear()
+        service.stub.change = lambda plan, logits: hold_until(go_on.is_set)
+        request_ = post(ASK, KEY, path=b"/generate")
+        jobs = [gevent.spawn(answer, server, request_)]
+        until(lambda: service.stub.plans)
+        jobs.append(gevent.spawn(answer, server, request_))
+        until(lambda: service.bridge.backlog.num_sequences == 1)
+        assert [answer(server, request_).code for _ in range(4)] == ["overloaded"] * 4
+        go_on.set()
+        assert [job.get().status for job in jobs] == [200] * 2
+        assert answer(server, request_).status == 200
+        assert answer(server, request_).code == "rate_limit_exceeded"
+
+
+def test_request_that_comes_while_the_model_loads_does_not_count(tmp_path: Path) -> None:
+    path = keys_file(tmp_path / "keys.json", requests_per_minute=1)
+    service = StubService(replace(SETTINGS, api_keys_file=path))
+    with gevent.Timeout(60), serving_of(service) as server:
+        request_ = post(ASK, KEY, path=b"/generate")
+        assert [answer(server, request_).code for _ in range(3)] == ["not_ready"] * 3
+        service.drain.is_closed = True
+        assert [answer(server, request_).code for _ in range(3)] == ["draining"] * 3
 
 
 # --- when a place is given back -------------------------------------------------------------------

@@ -87,7 +87,8 @@ OWN: dict[str, set[str]] = {
     "metrics": {"backlog", "histogram", "sequence"},
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
-    "bridge": {"backlog", "engine", "errors", "garbage", "pulse", "sequence"},
+    "off_hub": {"departure", "errors"},
+    "bridge": {"backlog", "engine", "errors", "garbage", "off_hub", "pulse", "sequence"},
     "drain": {"bridge", "errors"},
     "readiness": {"errors"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
@@ -124,8 +125,8 @@ OWN: dict[str, set[str]] = {
     },
     "served": {
         *{"answer", "backlog", "bridge", "chat", "completion", "config", "departure", "engine"},
-        *{"errors", "fields", "grammar", "limits", "loading", "metrics", "origin", "sequence"},
-        *{"tools"},
+        *{"errors", "fields", "grammar", "limits", "loading", "metrics", "off_hub", "origin"},
+        *{"sequence", "tools"},
     },
     "service": {
         *{"access", "bridge", "config", "drain", "engine", "errors", "graph", "guard", "key_ring"},
@@ -135,7 +136,7 @@ OWN: dict[str, set[str]] = {
     "admin_api": {"errors", "generate_requests", "http", "keys", "served", "service", "switch"},
     "http": {
         *{"access", "answer", "completion", "config", "departure", "direct", "errors", "limits"},
-        *{"protocol", "replies", "served", "service"},
+        *{"off_hub", "protocol", "replies", "served", "service"},
     },
     "generate_api": {
         *{"generate_replies", "generate_requests", "http", "limits", "served", "service"},
@@ -172,7 +173,7 @@ DOORS: dict[str, set[str]] = {
     },
     "gevent": {
         *{"__main__", "answer", "bridge", "connection", "departure", "direct", "drain"},
-        *{"edge", "framing", "passage", "guard", "readiness", "service", "switch"},
+        *{"edge", "framing", "guard", "off_hub", "passage", "readiness", "service", "switch"},
     },
     "jinja2": {"chat", "docs_page"},
     "llguidance": {"grammar", "masks"},

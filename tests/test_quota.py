@@ -83,6 +83,39 @@ def test_refused_request_does_not_count(quotas: Quotas, clock: Clock) -> None:
     quotas.admit("a", limits)
 
 
+def test_request_that_the_server_had_no_room_for_does_not_count(
+    quotas: Quotas, clock: Clock
+) -> None:
+    limits = Limits(requests_per_minute=2)
+    first = quotas.admit("a", limits)
+    clock.now += 30
+    for _ in range(5):
+        lease = quotas.admit("a", limits)
+        lease.cancel()
+        lease.end()
+    clock.now += 30
+    first.cancel()  # it is forgotten already, and is not given back twice
+    for _ in range(2):
+        quotas.admit("a", limits).end()
+    refusal(quotas, limits)
+
+
+def test_count_that_fails_costs_nobody_a_place_or_another_its_charge(quotas: Quotas) -> None:
+    limits = Limits(tokens_per_minute=10, concurrent_requests=2)
+    counts = [5, 5]
+    failing, other = (quotas.admit("a", limits) for _ in range(2))
+    failing.meter(lambda: counts[0])
+    other.meter(lambda: 3)
+    counts.clear()
+    quotas.settle()
+    other.meter(lambda: 4)
+    quotas.settle()
+    failing.end()
+    quotas.admit("a", limits)  # 9 of 10 tokens, 1 of 2 places
+    other.meter(lambda: 5)
+    assert "tokens_per_minute" in refusal(quotas, limits).message
+
+
 def test_keys_do_not_share(quotas: Quotas) -> None:
     limits = Limits(requests_per_minute=1, tokens_per_minute=1, concurrent_requests=1)
     quotas.admit("a", limits).meter(lambda: 1)
