@@ -16,10 +16,14 @@ log = logging.getLogger(__name__)
 
 
 class Line(dict[str, Any]):
-    """A message of fields: the JSON format takes them as they are, the text format as words."""
+    """A message of fields: the JSON format takes them as they are, the text format as words, one
+    named `message` without its name."""
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in self.items() if value is not None)
+        told = {name: value for name, value in self.items() if value is not None}
+        return " ".join(
+            str(value) if name == "message" else f"{name}={value}" for name, value in told.items()
+        )
 
 
 def tell(

@@ -144,15 +144,19 @@ def test_client_that_leaves_in_mid_answer_is_a_499_with_its_tokens(
 
 def test_stream_that_fails_in_mid_answer_has_its_error(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "app.access")
+    has_begun = threading.Event()
 
     def fail(plan: StepPlan, logits: object) -> None:
         if plan.decode and len(plan.decode[0].output_ids) == 3:
+            hold_until(has_begun.is_set)
             raise RuntimeError("no luck")
 
     with running(StubService()) as service, serving_of(service) as server:
         service.stub.change = fail
         with Client(server) as client:
             client.send(ask(b"/generate", b', "stream": true}', b"Connection: close"))
+            client.read()
+            has_begun.set()
             received = client.read_to_end()
         until(lambda: any(record.name == "app.access" for record in caplog.records))
     line = next(dict(r.msg) for r in caplog.records if r.name == "app.access")  # type: ignore[call-overload]
@@ -179,6 +183,7 @@ set_up("info", sys.argv[1])
 log = logging.getLogger("app.test")
 log.debug("hidden")
 log.info(Line({"path": '/"x"', "status": 200, "error": None}))
+log.info(Line({"message": "loaded", "seconds": 2.5}))
 log.warning("two\\nlines %s", "é")
 try:
     1 / 0
@@ -200,12 +205,14 @@ def test_json_format_writes_an_object_a_line() -> None:
         assert each.pop("time").endswith("+00:00")
         assert each.pop("logger") == "app.test"
     assert found[0] == {"level": "INFO", "path": '/"x"', "status": 200, "error": None}
-    assert found[1] == {"level": "WARNING", "message": "two\nlines é"}
-    assert "ZeroDivisionError" in found[2].pop("exc_info")
-    assert found[2:] == [{"level": "ERROR", "message": "failed"}]
+    assert found[1] == {"level": "INFO", "message": "loaded", "seconds": 2.5}
+    assert found[2] == {"level": "WARNING", "message": "two\nlines é"}
+    assert "ZeroDivisionError" in found[3].pop("exc_info")
+    assert found[3:] == [{"level": "ERROR", "message": "failed"}]
 
 
 def test_text_format_writes_words() -> None:
     lines = run_script("text")
     assert lines[0].endswith(' INFO app.test path=/"x" status=200')
+    assert lines[1].endswith(" INFO app.test loaded seconds=2.5")
     assert any("ZeroDivisionError" in line for line in lines)

@@ -159,7 +159,7 @@ def test_liveness_is_answered_while_a_step_is_busy_natively(
         client.send(post(b'{"prompt": "a", "max_tokens": 2}', path=b"/generate"))
         until(entered.is_set)
         waits: list[float] = []
-        while not is_done.is_set():
+        while not (is_done.is_set() and waits):  # it may have been done before the hub turned
             sent_at = time.monotonic()
             assert other.send(GET).read().status == 200
             waits.append(time.monotonic() - sent_at)
