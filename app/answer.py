@@ -114,6 +114,7 @@ class Answer:
     def abort(self) -> None:
         """The client has gone, or the answer cannot be given; nothing happens if it is complete."""
         self._stop_timer()
+        self._outlet, self._frame = None, _no_frame  # the frame leads back here
         for completion in self.completions:
             completion.abort()
 

@@ -8,7 +8,6 @@ came. No gevent object but that watcher is touched from the engine thread.
 from __future__ import annotations
 
 import enum
-import gc
 import logging
 import queue
 import sys
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 import gevent
 import gevent.event
 
+from . import garbage
 from .backlog import Backlog, Place
 from .errors import Draining, NotReady, UnservableModel
 from .off_hub import Kind, Waiter, run
@@ -236,9 +236,18 @@ class Bridge:
         else:
             gevent.spawn_later(_STOP_SECONDS, self.ended.set)
 
+    def give_up(self) -> None:
+        """The engine hangs: its streams end with an error now, its thread if it ever goes on."""
+        self._end_streams(FinishReason.ERROR, "the model hangs, and is not waited for any more")
+        self.request_stop()
+
+    @property
+    def num_streams(self) -> int:
+        """Sequences that the engine is still to end."""
+        return len(self._streams)
+
     @property
     def has_streams(self) -> bool:
-        """Is the engine still to end sequences?"""
         return bool(self._streams)
 
     def close(self) -> None:
@@ -273,7 +282,8 @@ class Bridge:
         if self._load_limit is not None:  # it would keep all this alive
             self._load_limit.kill(block=False)
             self._load_limit = None
-        if self.state is State.LOADING or state is State.FAILED:
+        # Behind the end, as of a stop in the load, nothing that comes late is told.
+        if not self.ended.is_set() and (self.state is State.LOADING or state is State.FAILED):
             self.state = state
         if state is State.READY:
             return
@@ -291,10 +301,10 @@ class Bridge:
             self._inbox.put(None)  # for the thread, if the load is ever done
             self._change(State.FAILED)
 
-    def _end_streams(self, reason: FinishReason) -> None:
+    def _end_streams(self, reason: FinishReason, error: str = "the server has stopped") -> None:
         streams, self._streams = self._streams, {}
         for sequence, stream in streams.items():
-            _hand_out(stream, Advance(sequence, None, reason, "the server has stopped"))
+            _hand_out(stream, Advance(sequence, None, reason, error))
 
     # --- on the engine thread ---------------------------------------------------------------------
 
@@ -305,9 +315,7 @@ class Bridge:
             self.pulse.enter("warming up")
             engine.self_test()
             self._engine = engine
-            # What is loaded stays: keep it out of every later collection (DESIGN 6).
-            gc.collect()
-            gc.freeze()
+            garbage.freeze()
             self._post(State.READY)
             while self._take_in(engine):
                 self._step(engine)

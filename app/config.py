@@ -131,12 +131,18 @@ def _admin_key(_: click.Context, __: click.Parameter, value: str) -> str:
 
 
 def _check_keys(settings: Settings) -> None:
-    """Of the variable and the file together."""
+    """Of the variables and the file together."""
+    try:
+        check_apart([*settings.api_keys], settings.admin_api_key)
+    except BadKeys as error:
+        raise click.BadParameter(
+            str(error), param_hint="'--api-keys' (env var: 'API_KEYS')"
+        ) from None
     if settings.api_keys_file is None:
         return
     try:
         in_file = parse_file(read_file(settings.api_keys_file))
-        check_apart([*settings.api_keys, *in_file])
+        check_apart([*settings.api_keys, *in_file], settings.admin_api_key)
     except BadKeys as error:
         raise click.BadParameter(
             f"{settings.api_keys_file}: {error}",

@@ -44,6 +44,8 @@ class NotTaken(ConnectionError):
 class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no types
     """One connection. `is_spare`: it is beyond the limit, and gets one short answer."""
 
+    response_headers: list[tuple[bytes, bytes]]
+
     def __init__(self, sock: Any, address: Any, server: Any, is_spare: bool) -> None:
         super().__init__(sock, address, server, rfile=Reader(sock))
         self.settings = server.settings
@@ -60,6 +62,8 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
             waits = self.settings.header_timeout_ms
             while self._serve_one(waits / 1000):
                 next_turn()  # or a client with a thousand requests would starve all others
+                if self.server.is_stopping:  # it was not idle when those that are were closed
+                    break
                 waits = self.settings.keepalive_timeout_ms
         except OSError:
             self.has_left = True
@@ -69,6 +73,9 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
             log.exception("a connection has failed")
         finally:
             self._hang_up()
+            # Both lead back here: with them the last answer would stay until a collection.
+            for name in ("environ", "wsgi_input"):
+                self.__dict__.pop(name, None)
 
     def _serve_one(self, idle_seconds: float) -> bool:
         """May another request follow?"""
@@ -162,15 +169,19 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
 
     def finalize_headers(self) -> None:
         super().finalize_headers()
+        names = {name.lower() for name, _ in self.response_headers}
+        has_length = b"content-length" in names or self.code in (204, 304)
         if self.command == "HEAD":
             self.response_use_chunked = False
+        elif not (has_length or self.response_use_chunked):  # a stream, in HTTP/1.0
+            self.close_connection = True  # nothing else tells its end
         self.wsgi_input.skip_what_has_come()
         # What is left of a body would be taken for a request.
         if self.server.is_stopping or not self.wsgi_input.is_whole:
             self.close_connection = True
-        names = {name.lower() for name, _ in self.response_headers}
-        if self.close_connection and b"connection" not in names:
-            self.response_headers.append((b"Connection", b"close"))
+        if self.close_connection:  # pywsgi may have said otherwise, to HTTP/1.0
+            kept = [each for each in self.response_headers if each[0].lower() != b"connection"]
+            self.response_headers = [*kept, (b"Connection", b"close")]
 
     def _sendall(self, data: Any) -> None:
         self._send(data)

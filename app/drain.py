@@ -40,7 +40,7 @@ class Drain:
         drain_seconds: float,
         sleep: Callable[[float], object] = gevent.sleep,
     ) -> None:
-        self.is_announced = False  # not ready any more
+        self.announced = gevent.event.Event()  # not ready any more
         self.is_closed = False  # no request is taken any more
         self._has_ended = False  # what is open still is cut short
         self._work = work
@@ -53,13 +53,17 @@ class Drain:
         self._all_done = gevent.event.Event()
         self._all_done.set()
 
+    @property
+    def is_announced(self) -> bool:
+        return bool(self.announced.is_set())
+
     def hear(self) -> None:
         """A signal to end. The second one ends at once; so does the first if nothing runs yet."""
         if self.is_announced or self._work.state is not State.READY:
             log.info("ending at once, %d requests open", self.num_open)
             self._end()
             return
-        self.is_announced = True
+        self.announced.set()
         log.info("draining, %d requests open; a second signal ends at once", self.num_open)
         gevent.spawn(self._run)
 
@@ -95,7 +99,8 @@ class Drain:
     def _end(self) -> None:
         if not self._has_ended:
             self.num_cut_short = self.num_open
-        self.is_announced = self.is_closed = self._has_ended = True
+        self.announced.set()
+        self.is_closed = self._has_ended = True
         self._work.request_stop()
 
     def _open(self) -> None:

@@ -18,11 +18,12 @@ class KeyRing:
     """Invariant: once there were keys, a request needs one. A file that cannot be read changes
     nothing, and is told once."""
 
-    def __init__(self, given: tuple[Key, ...], path: Path | None) -> None:
+    def __init__(self, given: tuple[Key, ...], path: Path | None, admin_api_key: str = "") -> None:
         self.is_needed = bool(given) or path is not None
         self._given = given
         self._keys = given
         self._path = path
+        self._admin_api_key = admin_api_key  # no key of the file may have its secret
         self._content: bytes | None = None
         self._problem: str | None = None
         self.refresh()
@@ -43,7 +44,8 @@ class KeyRing:
         try:
             content = read_file(self._path)
             if content != self._content:
-                self._keys = check_apart([*self._given, *parse_file(content)])
+                keys = [*self._given, *parse_file(content)]
+                self._keys = check_apart(keys, self._admin_api_key)
                 self._content = content
                 log.info("API_KEYS_FILE: %d keys count now", len(self._keys))
             elif self._problem is not None:

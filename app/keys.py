@@ -89,14 +89,17 @@ def parse_file(content: bytes) -> tuple[Key, ...]:
     return check_apart([entry.key() for entry in entries])
 
 
-def check_apart(keys: list[Key]) -> tuple[Key, ...]:
-    """Raises BadKeys if two have one name or one secret."""
+def check_apart(keys: list[Key], admin_api_key: str = "") -> tuple[Key, ...]:
+    """Raises BadKeys if two have one name or one secret, or one has the admin's."""
+    admin_digest = digest_of(admin_api_key) if admin_api_key else None
     names: dict[bytes, str] = {}
     for key in keys:
         if key.name in names.values():
             raise BadKeys(f"two keys have the name {key.name}")
         if (other := names.setdefault(key.digest, key.name)) != key.name:
             raise BadKeys(f"{other} and {key.name} have the same secret")
+        if key.digest == admin_digest:
+            raise BadKeys(f"{key.name} has the same secret as ADMIN_API_KEY")
     return tuple(keys)
 
 

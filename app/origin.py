@@ -20,7 +20,10 @@ class Origin:
 
 def read_origin(path: Path) -> Origin:
     """Of what lies at `path` now; without files if it is no folder that can be read."""
-    folder = path.resolve()
+    try:
+        folder = path.resolve()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, say: the load will tell
+        return Origin(path, frozenset())
     return Origin(folder, frozenset(_files(folder, "", _DEPTH)))
 
 

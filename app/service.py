@@ -35,7 +35,7 @@ class Service:
     """What stays when the model is switched, and `current`: the model that new requests get.
 
     `loading` is to become the current one (`switch.py`); those `retiring` were, and still have
-    requests.
+    requests; the threads of those `given_up` still load.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -48,8 +48,10 @@ class Service:
         self.metrics.watch(lambda: self.bridge.backlog, lambda: self.readiness.is_ready)
         self.loading: Served | None = None
         self.retiring: list[Served] = []
+        self.given_up: list[Served] = []
+        self.is_reload_due = False  # a SIGHUP has come that had to wait
         self.drain = Drain(self, settings.pre_drain_seconds, settings.drain_seconds)
-        ring = KeyRing(settings.api_keys, settings.api_keys_file)
+        ring = KeyRing(settings.api_keys, settings.api_keys_file, settings.admin_api_key)
         self.guard = Guard(ring, Quotas())
 
     @property
@@ -77,8 +79,9 @@ class Service:
         """It has ended, or never served; waits for its thread."""
         served.close()
         self.metrics.forget(served.observer)
-        if served in self.retiring:
-            self.retiring.remove(served)
+        for known in (self.retiring, self.given_up):
+            if served in known:
+                known.remove(served)
 
     def request_stop(self) -> None:
         """Of every engine; `ended` tells when the current one has."""

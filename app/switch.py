@@ -6,11 +6,8 @@ itself leaves the old model as it was.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +24,7 @@ from .errors import (
     UnservableFolder,
     UnservableModel,
 )
+from .garbage import return_memory
 from .origin import read_origin
 from .served import Served
 from .service import Service
@@ -34,6 +32,7 @@ from .service import Service
 log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.02
+_END_SECONDS = 1.0  # in which the thread of a load that failed has ended, and memory is back
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +52,7 @@ def switch_model(service: Service, path: Path, *, is_forced: bool = False) -> Sw
     """
     _check_may(service)
     started_at = time.monotonic()
-    served = service.prepare(replace(service.settings, model_path=path))
-    service.loading = served
+    service.loading = served = service.prepare(replace(service.settings, model_path=path))
     try:
         if not is_forced and _is_current(service, path):
             service.discard(served)
@@ -62,9 +60,13 @@ def switch_model(service: Service, path: Path, *, is_forced: bool = False) -> Sw
             return Switched(False, service.current, time.monotonic() - started_at)
         log.info("loading %s beside the current model", path)
         _load(service, served)
+        old = service.adopt(served)
+    except BaseException as error:
+        log.error("no switch to %s: %s", path, error)
+        _give_up(service, served)
+        raise
     finally:
         service.loading = None
-    old = service.adopt(served)
     seconds = time.monotonic() - started_at
     log.info("%s serves from now on, after %.1f s", served.model.name, seconds)
     gevent.spawn(_retire, service, old).link(lambda _: return_memory())
@@ -72,12 +74,22 @@ def switch_model(service: Service, path: Path, *, is_forced: bool = False) -> Sw
 
 
 def reload(service: Service) -> None:
-    """SIGHUP: what lies at MODEL_PATH may be another model now. The log tells what came of it."""
+    """SIGHUP: what lies at MODEL_PATH may be another model now. The log tells what came of it.
+
+    While no switch is possible yet this waits, once for all signals that come meanwhile.
+    """
+    if service.is_reload_due:
+        return
     path = service.settings.model_path
+    service.is_reload_due = True
     try:
+        _wait_for_turn(service)
+        service.is_reload_due = False
         switch_model(service, path)
     except ServeError as error:
         log.error("SIGHUP: no switch to MODEL_PATH=%s: %s", path, error)
+    except Exception:
+        log.exception("SIGHUP: no switch to MODEL_PATH=%s", path)
 
 
 def loading_model(service: Service) -> dict[str, str] | None:
@@ -94,25 +106,42 @@ def loading_folder(service: Service) -> dict[str, str] | None:
     return {"folder": Path(loading["path"]).name, "stage": loading["stage"]}
 
 
-def return_memory() -> None:
-    """What only a dropped model used goes back to the system. On the hub, which stands still."""
-    gc.unfreeze()  # cycles in what the load has frozen would stay for ever
-    gc.collect()
-    gc.freeze()
-    with suppress(OSError, AttributeError):  # no glibc
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def _check_may(service: Service) -> None:
     if service.drain.is_announced:
         raise Draining("the server is draining: it loads no other model")
-    if (loading := loading_model(service)) is not None:
-        raise SwitchRunning(f"{loading['path']} is being loaded: {loading['stage']}")
     if service.state is not State.READY:
         raise NotReady(f"no switch yet: {service.bridge.why_not_served}")
+    if (reason := _why_not_yet(service)) is not None:
+        raise SwitchRunning(reason)
+
+
+def _why_not_yet(service: Service) -> str | None:
+    """No third model comes into memory. One that hangs is not waited for: it may never end."""
+    if (loading := loading_model(service)) is not None:
+        return f"{loading['path']} is being loaded: {loading['stage']}"
+    for served in service.retiring:
+        if served.bridge.pulse.stalled_seconds is None:
+            path, num_streams = served.settings.model_path, served.bridge.num_streams
+            return f"{path} was served before, and still answers: {num_streams} sequences are open"
+    for served in service.given_up:
+        path, stage = served.settings.model_path, served.bridge.pulse.stage
+        return f"the load of {path} was given up, but cannot be interrupted: {stage}"
+    return None
+
+
+def _wait_for_turn(service: Service) -> None:
+    if service.state is State.LOADING:
+        log.info("SIGHUP: it takes effect once the model is loaded")
+    elif (reason := _why_not_yet(service)) is not None:
+        log.info("SIGHUP: no switch yet, it comes later: %s", reason)
+    while service.state is State.LOADING or _why_not_yet(service) is not None:
+        if service.drain.announced.wait(_LOOK_SECONDS):
+            return  # to be refused
 
 
 def _is_current(service: Service, path: Path) -> bool:
+    if not service.bridge.is_ready:  # as one that hangs, which another load may cure
+        return False
     # Off the hub: it may lie on a slow disk.
     origin = service.bridge.off_hub(partial(read_origin, path))
     return origin == service.current.origin
@@ -121,18 +150,22 @@ def _is_current(service: Service, path: Path) -> bool:
 def _load(service: Service, served: Served) -> None:
     bridge = served.bridge
     bridge.start()
-    while bridge.state is State.LOADING and not service.drain.is_announced:
-        gevent.sleep(_LOOK_SECONDS)
+    while bridge.state is State.LOADING and not service.drain.announced.wait(_LOOK_SECONDS):
+        pass
     if service.drain.is_announced:
-        bridge.request_stop()  # its thread cannot be interrupted; the process ends soon
         raise Draining("the server is draining: the switch is given up")
-    if bridge.state is State.READY:
-        return
-    error = _refusal(served)
-    log.error("no switch to %s: %s", served.settings.model_path, error)
-    # Not waited for: a load that was given up may still run.
-    gevent.spawn(service.discard, served).link(lambda _: return_memory())
-    raise error
+    if bridge.state is not State.READY:
+        raise _refusal(served)
+
+
+def _give_up(service: Service, served: Served) -> None:
+    """It never serves. Its thread cannot be interrupted: while that loads it is `given_up`."""
+    served.bridge.request_stop()
+    service.given_up.append(served)
+    ending = gevent.spawn(service.discard, served)
+    ending.link(lambda _: return_memory())
+    if not service.drain.is_announced:  # or the process ends soon
+        ending.join(_END_SECONDS)
 
 
 def _refusal(served: Served) -> ServeError:
@@ -144,9 +177,18 @@ def _refusal(served: Served) -> ServeError:
 
 def _retire(service: Service, old: Served) -> None:
     """Its requests end when they end: a deadline, a client that leaves, a drain ends them too."""
-    while old.is_in_use:
+    bridge, path = old.bridge, old.settings.model_path
+    while old.is_in_use and bridge.pulse.stalled_seconds is None:
         gevent.sleep(_LOOK_SECONDS)
-    old.bridge.request_stop()
-    old.bridge.ended.wait()
+    if (seconds := bridge.pulse.stalled_seconds) is not None:
+        log.error(
+            "%s hangs for %.0f s: its %d sequences end with an error, and its memory comes back "
+            "only if it goes on",
+            *(path, seconds, bridge.num_streams),
+        )
+        bridge.give_up()
+    else:
+        bridge.request_stop()
+    bridge.ended.wait()
     service.discard(old)
-    log.info("%s has ended", old.settings.model_path)
+    log.info("%s has ended", path)

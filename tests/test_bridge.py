@@ -13,7 +13,7 @@ import pytest
 
 from app.bridge import Bridge, State, TokenStream
 from app.engine import Engine
-from app.errors import DeadlineExceeded, InvalidRequest, NotReady
+from app.errors import DeadlineExceeded, InvalidRequest, NotReady, UnservableModel
 from app.off_hub import Waiter
 from app.sequence import Advance, FinishReason, Sequence
 
@@ -354,6 +354,27 @@ def test_bridge_that_has_ended_is_not_kept_for_the_limit_of_its_load() -> None:
     gevent.sleep(0)  # the timer's greenlet ends
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize("ends", ["fails", "is done"])
+def test_stop_in_the_load_stays_a_stop_however_the_load_ends(ends: str) -> None:
+    go_on = threading.Event()
+    engine, _ = stub_engine()
+
+    def load() -> Engine:
+        assert go_on.wait(20)
+        if ends == "fails":
+            raise UnservableModel("no such folder")
+        return engine
+
+    bridge = Bridge(load)
+    bridge.start()
+    bridge.request_stop()
+    assert bridge.ended.is_set()
+    go_on.set()
+    wait_until(lambda: not bridge._thread.is_alive() and not bridge._outbox)
+    assert bridge.state is State.STOPPED
+    bridge.close()
 
 
 @pytest.mark.parametrize("attempt", range(5))

@@ -247,6 +247,33 @@ def test_key_of_the_variable_that_is_also_in_the_file_names_the_file(
     assert "one.json: ann and of-one have the same secret" in message
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"API_KEYS": "ann:open-sesame"}, "(env var: 'API_KEYS'): ann has"),
+        ({"API_KEYS_FILE": "admin.json"}, "(env var: 'API_KEYS_FILE'): admin.json: zoe has"),
+    ],
+)
+def test_admin_key_that_is_also_an_api_key_exits_2_and_names_both_variables(
+    keys: dict[str, str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    in_file = {"keys": [{"name": "zoe", "secret": "open-sesame"}]}
+    Path("admin.json").write_text(json.dumps(in_file))
+    for name, value in keys.items():
+        monkeypatch.setenv(name, value)
+    read_settings([])
+    monkeypatch.setenv("ADMIN_API_KEY", "open-sesame")
+    with pytest.raises(SystemExit) as exit_:
+        read_settings([])
+    assert exit_.value.code == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"{said} the same secret as ADMIN_API_KEY" in message
+    assert "open-sesame" not in message
+
+
 def test_no_secret_is_in_the_settings_text_the_help_or_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

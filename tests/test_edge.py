@@ -323,6 +323,32 @@ def test_connection_is_kept_as_the_client_wishes(
     assert bool(rest) != closes
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_stream_of_unknown_length_has_an_end_for_every_client(server: Edge, version: bytes) -> None:
+    """HTTP/1.0 has no chunks: there the connection's end is the stream's."""
+    line = b"Connection: keep-alive"
+    body = b'{"prompt": "a", "stream": true, "max_tokens": 3, "ignore_eos": true}'
+    request = post(body, line, path=b"/generate").replace(b"HTTP/1.1", b"HTTP/" + version)
+    with Client(server) as client:
+        if version == b"1.1":
+            client.send(request + LAST_GET)
+            assert b"\r\n0\r\n\r\nHTTP/1.1 200" in client.read_to_end()
+            return
+        head, _, events = client.send(request).read_to_end().partition(b"\r\n\r\n")
+    assert [row for row in head.lower().split(b"\r\n") if row.startswith(b"connection")] == [
+        b"connection: close"
+    ]
+    assert events.startswith(b"data: ") and b'"usage"' in events
+
+
+def test_answer_that_closes_says_so_to_http_1_0_as_well(server: Edge) -> None:
+    """Here for a body that has not come."""
+    head = b"GET /health/live HTTP/1.0\r\nHost: x\r\nConnection: keep-alive\r\n"
+    with Client(server) as client:
+        reply = client.send(head + b"Content-Length: 9\r\n\r\n").only_reply()
+    assert (reply.status, reply.headers["connection"]) == (200, "close")
+
+
 def test_headers_of_a_request_reach_the_app_and_those_with_underscores_do_not() -> None:
     seen: dict[str, Any] = {}
 
@@ -386,6 +412,29 @@ def test_stop_closes_idle_connections_at_once_and_lets_answers_end() -> None:
         busy.socket.close()
         stopping.join()
     assert (reply.body, reply.headers["connection"]) == (b"ok", "close")
+
+
+def test_stop_does_not_wait_for_a_connection_between_two_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not idle yet, and is not closed with those that are."""
+    stands, go_on = gevent.event.Event(), gevent.event.Event()
+
+    def next_turn() -> None:
+        stands.set()
+        go_on.wait()
+
+    monkeypatch.setattr(connection, "next_turn", next_turn)
+    with serving(plain_app, keepalive_timeout_ms=LATE) as server, Client(server) as client:
+        client.send(GET).read()
+        stands.wait()
+        stopping = gevent.spawn(server.stop, 30)
+        until(lambda: server.is_stopping)
+        go_on.set()
+        with gevent.Timeout(5):  # long before the connection was idle for too long
+            assert client.read_to_end() == b""
+        client.socket.close()
+        stopping.join()
 
 
 def test_more_connections_than_files_are_told_and_not_promised(

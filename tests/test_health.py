@@ -91,7 +91,8 @@ def test_who_is_refused_is_told_when_to_come_back_and_by_a_draining_server_not()
     assert [response.status_code for response in loading] == [503, 503]
     assert [response.headers["Retry-After"] for response in loading] == ["5", "5"]
     with running(service):
-        service.drain.is_announced = service.drain.is_closed = True
+        service.drain.announced.set()
+        service.drain.is_closed = True
         for response in (client.get("/health/ready"), client.post("/generate", json={})):
             assert response.get_json()["error"]["code"] == "draining"
             assert "Retry-After" not in response.headers

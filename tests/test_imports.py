@@ -28,6 +28,7 @@ OWN: dict[str, set[str]] = {
     "pulse": set(),
     "batch_limit": set(),
     "origin": set(),
+    "garbage": set(),
     "pace": set(),
     "stops": set(),
     "precision": set(),
@@ -87,7 +88,7 @@ OWN: dict[str, set[str]] = {
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
     "off_hub": {"departure", "errors"},
-    "bridge": {"backlog", "engine", "errors", "off_hub", "pulse", "sequence"},
+    "bridge": {"backlog", "engine", "errors", "garbage", "off_hub", "pulse", "sequence"},
     "closing": set(),
     "drain": {"bridge", "closing", "errors"},
     "readiness": {"errors"},
@@ -132,8 +133,8 @@ OWN: dict[str, set[str]] = {
         *{"access", "bridge", "config", "drain", "engine", "errors", "graph", "guard", "key_ring"},
         *{"loading", "metrics", "quota", "readiness", "served"},
     },
-    "switch": {"bridge", "errors", "origin", "served", "service"},
-    "admin_api": {"errors", "generate_requests", "http", "served", "service", "switch"},
+    "switch": {"bridge", "errors", "garbage", "origin", "served", "service"},
+    "admin_api": {"errors", "generate_requests", "http", "keys", "served", "service", "switch"},
     "http": {
         *{"access", "answer", "completion", "config", "departure", "direct", "errors", "limits"},
         *{"off_hub", "protocol", "replies", "served", "service"},

@@ -20,6 +20,7 @@ from app.keys import (
     MAX_KEYS,
     BadKeys,
     Key,
+    check_apart,
     digest_of,
     parse_file,
     read_file,
@@ -141,6 +142,13 @@ def test_secrets_are_in_no_repr() -> None:
     assert repr(key) == f"Key(name='ann', limits={Limits()!r})"
 
 
+def test_secret_of_the_admin_is_no_keys(tmp_path: Path) -> None:
+    keys = read_pairs(f"ann:a,bob:{DIGEST}")
+    assert check_apart([*keys], "other") == check_apart([*keys]) == keys
+    with pytest.raises(BadKeys, match="^bob has the same secret as ADMIN_API_KEY$"):
+        check_apart([*keys], SECRET)
+
+
 # --- the ring -------------------------------------------------------------------------------------
 
 
@@ -192,6 +200,7 @@ def test_changed_file_takes_effect_and_keys_of_the_variable_stay(tmp_path: Path)
         (b'{"keys": []}', "keys: "),
         (b'{"keys": [{"name": "ann", "secret": "z"}]}', "two keys have the name ann"),
         (b'{"keys": [{"name": "zoe", "secret": "a"}]}', "ann and zoe have the same secret"),
+        (b'{"keys": [{"name": "zoe", "secret": "y"}]}', "zoe has the same secret as ADMIN_API_KEY"),
         (None, "cannot be read: No such file"),
     ],
 )
@@ -200,7 +209,7 @@ def test_broken_or_deleted_file_changes_nothing_and_is_told_once(
 ) -> None:
     path = written(tmp_path / "keys.json", {"name": "bob", "secret": "b"})
     right = path.read_bytes()
-    ring = KeyRing(read_pairs("ann:a"), path)
+    ring = KeyRing(read_pairs("ann:a"), path, "y")
     caplog.set_level("INFO", "app.key_ring")
     if content is None:
         path.unlink()
@@ -208,7 +217,7 @@ def test_broken_or_deleted_file_changes_nothing_and_is_told_once(
         path.write_bytes(content)
     for _ in range(3):
         ring.refresh()
-        assert [owner(ring, each) for each in "abz"] == ["ann", "bob", None]
+        assert [owner(ring, each) for each in "abyz"] == ["ann", "bob", None, None]
     [record] = caplog.records
     assert record.levelno == logging.ERROR
     assert record.getMessage().startswith(f"API_KEYS_FILE: {path}: ")

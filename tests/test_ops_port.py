@@ -90,7 +90,7 @@ def test_full_main_port_leaves_health_alone() -> None:
 
 def test_drain_is_told_there_until_the_end() -> None:
     with two_ports() as (service, _, ops):
-        service.drain.is_announced = True
+        service.drain.announced.set()
         reply = get(ops, "/health/ready")
         assert (reply.status, reply.code, reply.headers["connection"]) == (503, "draining", "close")
         assert get(ops, "/health/live").status == 200

@@ -68,5 +68,8 @@ def test_link_that_leads_elsewhere_makes_another(folder: Path, tmp_path: Path) -
     assert read_origin(link) != before
 
 
-def test_folder_that_is_not_there_has_no_files(tmp_path: Path) -> None:
-    assert read_origin(tmp_path / "nowhere").files == frozenset()
+@pytest.mark.parametrize("name", ["nowhere", "loop", "a\0b", "file"])
+def test_what_is_no_folder_has_no_files(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    assert read_origin(tmp_path / name).files == frozenset()

@@ -98,7 +98,7 @@ def test_loading_and_draining_are_not_told_as_losses(told: pytest.LogCaptureFixt
     with running(service):
         service.readiness.look()
         assert lines(told) == [("INFO", "ready")]
-        service.drain.is_announced = True
+        service.drain.announced.set()
         service.readiness.look()
         assert (lines(told), gauge(service)) == ([], 0)
 

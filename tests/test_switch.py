@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hmac
 import signal
 import threading
 import weakref
@@ -22,12 +23,15 @@ from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
 from app.api import create_app
+from app.bridge import Bridge
 from app.config import read_settings
 from app.engine import Engine
 from app.errors import UnservableModel
+from app.pulse import Pulse
 from app.sequence import StepPlan
 from app.served import Served
 from app.service import Service
+from app.switch import reload
 
 from .conftest import TinyModel
 from .edits import copy_of
@@ -35,6 +39,7 @@ from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
 from .folders import make_probe
 from .live import LiveServer, wait_for
 from .services import CODEC, SETTINGS, running, until
+from .test_drain import stub_server
 from .wire import Client, listening
 
 KEY = "open-sesame"
@@ -306,6 +311,23 @@ def test_key_is_needed(
         assert service.current.model.name == "a"
 
 
+def test_comparing_keys_takes_as_long_whatever_their_lengths(
+    client: FlaskClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[tuple[int, int]] = []
+    compare = hmac.compare_digest
+
+    def count(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return compare(a, b)
+
+    monkeypatch.setattr("app.admin_api.hmac.compare_digest", count)
+    for given, status in [(KEY, 200), (KEY[:-1], 401), ("x" * 100, 401)]:
+        headers = {"Authorization": f"Bearer {given}"}
+        assert client.get("/admin/model", headers=headers).status_code == status
+    assert compared == [(32, 32)] * 3
+
+
 def test_without_a_key_in_the_settings_nobody_may(service: Folders) -> None:
     service.settings = replace(service.settings, admin_api_key="")
     client = create_app(service).test_client()
@@ -402,6 +424,170 @@ def test_death_of_the_current_engine_ends_the_server_and_that_of_a_retiring_one_
     until(lambda: not service.retiring)
     assert generate(client)["model"] == "b"
     assert not service.ended.is_set()
+
+
+class Hang:
+    """Of a model, with its bridge's clock, from the first token that it decodes."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self.is_reached, self.go_on = threading.Event(), threading.Event()
+        self.now = 1000.0
+        bridge.pulse = Pulse(60, lambda: self.now)
+
+    def __call__(self, plan: StepPlan, logits: Any) -> None:
+        if plan.decode:
+            self.is_reached.set()
+            assert self.go_on.wait(20)
+
+
+def test_while_an_old_model_still_answers_no_third_one_is_loaded(
+    service: Folders, client: FlaskClient
+) -> None:
+    go_on = threading.Event()
+    service.stubs["a"].change = held("a", go_on)
+    job = gevent.spawn(generate, client)
+    until(lambda: service.num_running)
+    assert switch(client, service.root / "b").status_code == 200
+    refused = switch(client, service.root / "c")
+    assert error_of(refused) == (409, "switch_running")
+    said = f"{service.root / 'a'} was served before, and still answers: 1 sequences are open"
+    assert said in refused.get_json()["error"]["message"]
+    go_on.set()
+    assert job.get(timeout=20)["model"] == "a"
+    until(lambda: not service.retiring)
+    assert switch(client, service.root / "c").status_code == 200
+
+
+def test_while_a_load_that_was_given_up_runs_no_other_one_begins(
+    service: Folders, client: FlaskClient
+) -> None:
+    job = gevent.spawn(switch, client, service.root / "slow")
+    until(lambda: service.loading and "reading slow" in service.loading.bridge.pulse.stage)
+    assert service.loading is not None
+    service.loading.bridge._give_up_load()  # as MAX_LOAD_SECONDS does
+    assert error_of(job.get(timeout=20)) == (400, "unservable_model")
+    refused = switch(client, service.root / "b")
+    assert error_of(refused) == (409, "switch_running")
+    said = f"the load of {service.root / 'slow'} was given up, but cannot be interrupted: reading"
+    assert said in refused.get_json()["error"]["message"]
+    service.go_on.set()
+    until(lambda: not service.given_up)
+    assert switch(client, service.root / "b").status_code == 200
+
+
+def test_old_model_that_hangs_ends_its_requests_and_no_later_switch_waits_for_it(
+    service: Folders, client: FlaskClient
+) -> None:
+    service.stubs["a"].change = hang = Hang(service.bridge)
+    job = gevent.spawn(client.post, "/generate", json={"prompt": "a"}, buffered=True)
+    until(hang.is_reached.is_set)
+    assert switch(client, service.root / "b").status_code == 200
+    assert not job.dead
+    hang.now += 61
+    response = job.get(timeout=20)
+    assert error_of(response) == (500, "model_failure")
+    assert "the model hangs" in response.get_json()["error"]["message"]
+    assert switch(client, service.root / "c").status_code == 200
+    assert service.root / "a" in [each.settings.model_path for each in service.retiring]
+    hang.go_on.set()  # its memory is returned if it ever goes on
+    until(lambda: not service.retiring)
+
+
+def test_switch_cures_a_model_that_hangs_though_its_folder_is_the_same(
+    service: Folders, client: FlaskClient
+) -> None:
+    alone = what_is_said(generate(client))
+    service.stubs["a"].change = hang = Hang(service.bridge)
+    job = gevent.spawn(client.post, "/generate", json={"prompt": "a"}, buffered=True)
+    until(hang.is_reached.is_set)
+    hang.now += 61
+    assert "the model hangs" in client.get("/health/ready").text
+    assert switch(client, service.root / "a").get_json()["switched"] is True
+    assert error_of(job.get(timeout=20)) == (500, "model_failure")
+    assert client.get("/health/ready").status_code == 200
+    assert what_is_said(generate(client)) == alone
+    hang.go_on.set()
+    until(lambda: not service.retiring)
+
+
+def test_loop_of_links_is_refused_as_any_wrong_folder(
+    service: Folders, client: FlaskClient
+) -> None:
+    (service.root / "broken").symlink_to("broken")
+    assert error_of(switch(client, service.root / "broken")) == (400, "unservable_model")
+
+
+def test_failure_before_the_load_leaves_nothing_behind(
+    service: Folders,
+    client: FlaskClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(path: Path) -> None:
+        raise RuntimeError("a bug")
+
+    num_observers = len(service.metrics._engines)
+    with monkeypatch.context() as patch:
+        patch.setattr("app.switch.read_origin", fail)
+        assert switch(client, service.root / "b").status_code == 500
+        reload(service)
+    assert (service.loading, service.given_up) == (None, [])
+    assert len(service.metrics._engines) == num_observers
+    assert f"SIGHUP: no switch to MODEL_PATH={service.root / 'a'}" in caplog.messages
+    assert switch(client, service.root / "b").status_code == 200
+
+
+def test_hangup_that_has_to_wait_takes_effect_once_for_all(
+    service: Folders, client: FlaskClient
+) -> None:
+    """Here for requests of the model before."""
+    go_on = threading.Event()
+    service.stubs["a"].change = held("a", go_on)
+    job = gevent.spawn(generate, client)
+    until(lambda: service.num_running)
+    switch(client, service.root / "b")
+    hangups = [gevent.spawn(reload, service) for _ in range(3)]
+    gevent.joinall(hangups[1:], timeout=20)
+    assert [hangup.dead for hangup in hangups] == [False, True, True]
+    assert (service.loading, service.current.model.name) == (None, "b")
+    go_on.set()
+    job.get(timeout=20)
+    hangups[0].get(timeout=20)
+    assert service.current.model.name == "a"
+
+
+def test_switch_that_a_signal_gives_up_is_told_in_the_log(
+    service: Folders, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.settings = replace(service.settings, model_path=service.root / "slow")
+    job = gevent.spawn(reload, service)
+    until(lambda: service.loading and "reading slow" in service.loading.bridge.pulse.stage)
+    service.drain.hear()
+    job.get(timeout=20)
+    said = "the server is draining: the switch is given up"
+    assert f"no switch to {service.root / 'slow'}: {said}" in caplog.messages
+
+
+# --- a process ------------------------------------------------------------------------------------
+
+
+def test_signals_while_a_model_loads(tmp_path: Path) -> None:
+    """A hangup in the first load is remembered; one that SIGTERM gives up tells its end."""
+    folder, gate = tmp_path / "model", tmp_path / "loaded"
+    with stub_server(folder, 2, LOAD_GATE=str(gate)) as server:
+        wait_for(lambda: "waiting for a file" in server.get("/health/ready").text, "the load")
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: "it takes effect once the model is loaded" in server.log, "the hangup")
+        gate.touch()
+        wait_for(lambda: "is served already, and has not changed" in server.log, "its effect")
+        gate.unlink()
+        (folder / "more").touch()
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: "beside the current model" in server.log, "another load")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+        server._reader.join()
+        assert f"no switch to {folder}: the server is draining" in server.log
 
 
 # --- real models ----------------------------------------------------------------------------------
