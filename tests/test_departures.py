@@ -376,12 +376,15 @@ def test_request_of_a_client_that_left_before_it_was_read_is_not_submitted(
 
 
 def run_until_full(client: Client, service: WatchedService, steps: Steps, **body: Any) -> None:
-    """The client reads nothing, and the server can send nothing more."""
+    """The client reads nothing, and the server can send nothing more; or its time was over before,
+    on a machine that is busy."""
     client.send(prompt="a", max_tokens=4000, stream=True, logprobs=5, **body)
     num_allowed = 400
     steps.allow(num_allowed)
-    until(lambda: len(service.plans) == num_allowed + 1)
-    until(lambda: service.answers[0].completions[0].num_tokens > 0)
+    until(lambda: service.answers)
+    (sequence,) = sequences(service, 0)
+    until(lambda: len(service.plans) == num_allowed + 1 or sequence.ended_by)
+    until(lambda: service.answers[0].completions[0].num_tokens > 0 or sequence.ended_by)
     assert service.answers[0].completions[0].num_tokens < num_allowed
 
 
@@ -392,15 +395,15 @@ def test_deadline_ends_a_stream_that_nobody_reads(
         server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with Client(server.server_port, receive_buffer=4096) as client:
             run_until_full(client, service, steps, timeout_ms=500)
-            num_plans = len(service.plans)
             (sequence,) = sequences(service, 0)
             until(lambda: sequence.ended_by is FinishReason.TIMEOUT)
+            num_plans = len(service.plans)
             steps.set_free()
             until(service.is_idle)
-            assert len(service.plans) == num_plans
+            assert len(service.plans) - num_plans <= 1  # that had begun
             last = events(client.read()[1])[-1]
     assert last["finish_reason"] == "timeout"
-    assert last["usage"]["completion_tokens"] == num_plans
+    assert last["usage"]["completion_tokens"] == len(sequence.output_ids)
 
 
 @pytest.mark.parametrize("way", WAYS)
