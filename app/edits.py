@@ -28,6 +28,7 @@ def edits_of(sequence: Sequence) -> Edits:
     edits = sequence.sampler_state
     if not isinstance(edits, Edits):
         edits = sequence.sampler_state = Edits(sequence.params)
+        sequence.is_greedy = sequence.params.is_plain and edits.are_never_needed
     return edits
 
 
@@ -48,6 +49,11 @@ class Edits:
             or len(self._banned) + len(self._biased) > 0
             or self._seen is not None
         )
+
+    @property
+    def are_never_needed(self) -> bool:
+        """But for a mask."""
+        return not self._is_needed and self._params.min_tokens == 0
 
     def are_needed(self, sequence: Sequence) -> bool:
         """Do they change the next row, even without a mask?"""

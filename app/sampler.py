@@ -61,6 +61,8 @@ def sample(
     # Overflows are meant: a tiny temperature sends all but the largest to -inf.
     with np.errstate(over="ignore", under="ignore"):
         for row in is_finite.nonzero()[0].tolist():
+            if sequences[row].is_greedy and row not in masks:
+                continue
             sequence, params = sequences[row], sequences[row].params
             edits, mask = edits_of(sequence), masks.get(row)
             if mask is None and params.is_plain and not edits.are_needed(sequence):

@@ -111,6 +111,7 @@ class Sequence:
     num_cached: int = 0
     runs: list[int] = field(default_factory=list)  # of `repetition`, if it is guarded
     sampler_state: object = None  # of `edits`, which keeps it from step to step
+    is_greedy: bool = False  # likewise: but for a mask, it takes the largest logit as it is
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     error: str | None = None
