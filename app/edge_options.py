@@ -12,20 +12,21 @@ import click
 _DAY_MS = 86_400_000
 
 
-def _option(name: str, help_: str, type_: click.ParamType[Any], default: int | str) -> click.Option:
+def option(name: str, help_: str, default: int | str, **attributes: Any) -> click.Option:
+    """With the flag and the variable that its name asks for."""
     return click.Option(
         [f"--{name.replace('_', '-')}", name],
         envvar=name.upper(),
         help=help_,
         show_default=True,
         show_envvar=True,
-        type=type_,
         default=default,
+        **attributes,
     )
 
 
 def number(name: str, help_: str, default: int, low: int, high: int | None = None) -> click.Option:
-    return _option(name, help_, click.IntRange(low, high), default)
+    return option(name, help_, default, type=click.IntRange(low, high))
 
 
 EDGE_OPTIONS: list[click.Parameter] = [
@@ -71,11 +72,11 @@ EDGE_OPTIONS: list[click.Parameter] = [
         "Port of their own for health and metrics, which `PORT` then does not serve; 0 is none.",
         *(0, 0, 65535),
     ),
-    _option("ops_host", "Address of that port; empty takes `HOST`.", click.STRING, ""),
-    _option(
+    option("ops_host", "Address of that port; empty takes `HOST`.", ""),
+    option(
         "log_format",
         "`json`: each message is one line of JSON.",
-        click.Choice(["json", "text"]),
         "json",
+        type=click.Choice(["json", "text"]),
     ),
 ]

@@ -78,9 +78,14 @@ class Guard:
             lease.cancel()
 
     def _key(self) -> Key:
-        scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not secret.strip():
+        if not (secret := bearer_secret()):
             raise InvalidApiKey("an API key is needed, in the header Authorization: Bearer KEY")
-        if (key := self._ring.find(secret.strip())) is None:
+        if (key := self._ring.find(secret)) is None:
             raise InvalidApiKey("the API key is not one that this server knows")
         return key
+
+
+def bearer_secret() -> str:
+    """Of the request's `Authorization: Bearer SECRET`; empty if there is none."""
+    scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
+    return secret.strip() if scheme.lower() == "bearer" else ""

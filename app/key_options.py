@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import click
 
+from .edge_options import option
 from .keys import BadKeys, Key, read_pairs
 
 # As a browser sends it: no path, no default port, a host in lower case.
@@ -42,34 +42,25 @@ def _origins(_: click.Context, __: click.Parameter, value: str) -> tuple[str, ..
     return origins
 
 
-def _option(name: str, help_: str, callback: Any) -> click.Option:
-    return click.Option(
-        [f"--{name.replace('_', '-')}", name],
-        envvar=name.upper(),
-        help=help_,
-        show_default=True,
-        show_envvar=True,
-        default="",
-        callback=callback,
-    )
-
-
 KEY_OPTIONS: list[click.Parameter] = [
-    _option(
+    option(
         "api_keys",
         "API keys as `name:secret`, separated by commas: requests need one. Better as a variable, "
         "for others see a process's flags.",
-        _pairs,
+        "",
+        callback=_pairs,
     ),
-    _option(
+    option(
         "api_keys_file",
         "JSON file of API keys and their limits; read again when it changes.",
-        _file,
+        "",
+        callback=_file,
     ),
-    _option(
+    option(
         "cors_origins",
         "Origins whose pages may ask from a browser, separated by commas, or `*`. Empty allows "
         "none.",
-        _origins,
+        "",
+        callback=_origins,
     ),
 ]

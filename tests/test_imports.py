@@ -43,7 +43,7 @@ OWN: dict[str, set[str]] = {
     "quota": {"errors"},
     "keys": {"quota"},
     "key_ring": {"keys"},
-    "key_options": {"keys"},
+    "key_options": {"edge_options", "keys"},
     "config": {
         *{"edge_options", "errors", "folder", "key_options", "keys", "queue_options", "record"},
     },
@@ -134,7 +134,9 @@ OWN: dict[str, set[str]] = {
         *{"loading", "metrics", "quota", "readiness", "served"},
     },
     "switch": {"bridge", "errors", "garbage", "origin", "served", "service"},
-    "admin_api": {"errors", "generate_requests", "http", "keys", "served", "service", "switch"},
+    "admin_api": {
+        *{"errors", "generate_requests", "guard", "http", "keys", "served", "service", "switch"},
+    },
     "http": {
         *{"access", "answer", "completion", "config", "departure", "direct", "errors", "limits"},
         *{"off_hub", "protocol", "replies", "served", "service"},
