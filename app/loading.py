@@ -66,7 +66,9 @@ def load(
     eos_ids = _known_eos_ids(codec, model.spec.vocab_size)
     enter("preparing to serve")
     cache = _make_cache(model, settings)
-    scheduler = Scheduler(cache.num_rows, cache.max_len, settings.prefill_chunk, eos_ids)
+    # Chunks by the clock would differ from run to run, and with them the last bits of logits.
+    stall = 0.0 if settings.deterministic else settings.prefill_stall
+    scheduler = Scheduler(cache.num_rows, cache.max_len, settings.prefill_chunk, eos_ids, stall)
     chat = ChatTemplate(codec)
     grammars = _make_grammars(codec, model.spec.vocab_size, eos_ids)
     info = model.describe(folder) | {
@@ -77,6 +79,7 @@ def load(
         "max_batch_size": cache.num_rows,
         "max_model_len": cache.max_len,
         "prefill_chunk": settings.prefill_chunk,
+        "prefill_stall": stall,
         "eos_token_ids": sorted(eos_ids),
         **chat.describe(),
         "structured_output": grammars is not None,

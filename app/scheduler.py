@@ -1,10 +1,10 @@
 """Who runs in the next step. Pure: no I/O, clock, thread or array.
 
 The policy, whole: every running sequence decodes in every step, for an open stream must not wait;
-beside them at most one prompt is read, a chunk per step. The next one of the queue is taken up when
-a row of the cache is free. Rows are contiguous from 0, decoding sequences first and the one that is
-reading its prompt behind them: when a row leaves, the last decoding row takes its place and the
-prefill closes up.
+beside them at most one prompt is read, a chunk per step, as large as `prefill_budget` says. The
+next one of the queue is taken up when a row of the cache is free. Rows are contiguous from 0,
+decoding sequences first and the one that is reading its prompt behind them: when a row leaves, the
+last decoding row takes its place and the prefill closes up.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from .batch_limit import BatchLimit
+from .prefill_budget import PrefillBudget
 from .repetition import extend_runs, num_repeats
 from .sampler import Sampled
 from .sequence import (
@@ -40,11 +41,16 @@ class Scheduler:
     """Invariant: a sequence is in exactly one of `_waiting`, `_prefilling` and `_decoding`."""
 
     def __init__(
-        self, max_batch_size: int, max_model_len: int, prefill_chunk: int, eos_ids: frozenset[int]
+        self,
+        max_batch_size: int,
+        max_model_len: int,
+        prefill_chunk: int,
+        eos_ids: frozenset[int],
+        prefill_stall: float = 0.0,
     ) -> None:
         self._limit = BatchLimit(max_batch_size)
         self._max_model_len = max_model_len
-        self._prefill_chunk = prefill_chunk
+        self.prefill_budget = PrefillBudget(prefill_chunk, prefill_stall)
         self._eos_ids = eos_ids
         self._waiting = WaitingQueue()
         self._decoding: list[Sequence] = []  # index = row
@@ -156,7 +162,11 @@ class Scheduler:
         if sequence is None:
             return None
         start = sequence.num_cached
-        token_ids = sequence.prompt_ids[start : start + self._prefill_chunk]
+        num_left = len(sequence.prompt_ids) - start
+        size = self.prefill_budget.take(start, num_left, self._decoding, self.num_waiting)
+        if size == 0:
+            return None
+        token_ids = sequence.prompt_ids[start : start + size]
         return PrefillChunk(sequence, self._prefill_row, start, token_ids)
 
     def _admit(self) -> None:

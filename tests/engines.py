@@ -119,9 +119,12 @@ def stub_engine(
     prefill_chunk: int = 8,
     eos_ids: Iterable[int] = (),
     observer: Observer | None = None,
+    prefill_stall: float = 0.0,
 ) -> tuple[Engine, StubModel]:
     model = StubModel()
-    scheduler = Scheduler(max_batch_size, max_model_len, prefill_chunk, frozenset(eos_ids))
+    scheduler = Scheduler(
+        max_batch_size, max_model_len, prefill_chunk, frozenset(eos_ids), prefill_stall
+    )
     cache = TokenCache(max_batch_size)
     engine = Engine(model, cache, scheduler, observer or Unobserved())  # type: ignore[arg-type]
     return engine, model

@@ -480,3 +480,20 @@ def test_pace_follows_a_batch_that_fills() -> None:
     for seconds in (*[0.01] * 100, *[0.06] * 50):
         pace.stepped(0, seconds)
     assert pace.step_seconds == pytest.approx(0.06, rel=0.1)
+
+
+def test_estimate_counts_the_steps_of_chunks_as_small_as_they_are() -> None:
+    """Beside open streams prompts are read by 8 tokens, though 64 would be allowed."""
+    simulation = Simulation(num_rows=4)
+    simulation.backlog = simulation.engine.backlog = Backlog(
+        10**6, 10**9, 64, clock=lambda: simulation.now
+    )
+    wants = (64, 20)
+    simulation.submit(*(asked(*wants) for _ in range(20)))
+    simulation.run()
+    assert simulation.backlog.pace.steps_per_chunk == pytest.approx(8, rel=0.25)
+    simulation.submit(*(asked(*wants) for _ in range(40)))
+    simulation.engine.step()
+    estimate = simulation.backlog.next_place("").seconds
+    true = simulation.wait_of(asked())
+    assert 0.75 * true < estimate < 1.25 * true

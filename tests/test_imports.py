@@ -30,6 +30,7 @@ OWN: dict[str, set[str]] = {
     "origin": set(),
     "garbage": set(),
     "pace": set(),
+    "step_cost": set(),
     "stops": set(),
     "precision": set(),
     # the model folder, as far as it can be read without its weights
@@ -56,7 +57,10 @@ OWN: dict[str, set[str]] = {
     "waiting": {"sequence"},
     "work": {"sequence"},
     "backlog": {"errors", "pace", "sequence", "work"},
-    "scheduler": {"batch_limit", "repetition", "sampler", "sequence", "waiting"},
+    "prefill_budget": {"sequence", "step_cost"},
+    "scheduler": {
+        *{"batch_limit", "prefill_budget", "repetition", "sampler", "sequence", "waiting"},
+    },
     "form": {"graph", "kv_cache"},
     "fused": {"form", "graph", "kv_cache"},
     "portable": {"errors", "form", "kv_cache"},
