@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from .device_options import DEVICE_OPTIONS
 from .edge_options import EDGE_OPTIONS
 from .errors import UnservableModel, WrongSetting
 from .folder import find_graph, read_context_length
@@ -64,6 +65,7 @@ class Settings:
     log_format: str
     max_queued_requests: int
     max_queued_tokens: int
+    max_gpu_memory_bytes: int
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
     cors_origins: tuple[str, ...]
@@ -317,6 +319,7 @@ OPTIONS: list[click.Parameter] = [
     ),
     *EDGE_OPTIONS,
     *QUEUE_OPTIONS,
+    *DEVICE_OPTIONS,
     *KEY_OPTIONS,
 ]
 

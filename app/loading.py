@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from . import device_sampler
 from .chat import ChatTemplate
 from .config import Settings
 from .engine import Engine, Observer
@@ -57,7 +58,9 @@ def load(
     enter("reading the tokenizer")
     codec = TextCodec.load(folder)
     enter("loading weights")
-    model = OnnxModel.load(folder, settings.device, num_threads, graph)
+    model = OnnxModel.load(
+        folder, settings.device, num_threads, graph, settings.max_gpu_memory_bytes
+    )
     model.deterministic = settings.deterministic
     _check_fit(model, codec, settings)
     if probe is not None:
@@ -83,13 +86,29 @@ def load(
         "kv_cache_bytes": cache.num_rows * cache.max_len * model.spec.kv.bytes_per_token,
         "versions": _versions(),
     }
-    engine = Engine(model, cache, scheduler, observer, num_threads=num_threads)
+    engine = _make_engine(model, cache, scheduler, observer, num_threads)
     created_at = int(model.graph.path.stat().st_mtime)
     loaded = LoadedModel(
         *(info["model"], codec, cache.max_len, model.spec.vocab_size, created_at, info, chat),
         grammars,
     )
     return engine, loaded
+
+
+def _make_engine(
+    model: OnnxModel, cache: KVCache, scheduler: Scheduler, observer: Observer, num_threads: int
+) -> Engine:
+    """On a GPU tokens are chosen where the logits are: a row is 128 kB, its token 8 bytes."""
+    if model.device.type == "cpu":
+        return Engine(model, cache, scheduler, observer, num_threads=num_threads)
+    return Engine(
+        device_sampler.DeviceModel(model),
+        cache,
+        scheduler,
+        observer,
+        num_threads=num_threads,
+        sampler=device_sampler.sample,
+    )
 
 
 def _check_fit(model: OnnxModel, codec: TextCodec, settings: Settings) -> None:

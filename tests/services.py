@@ -14,6 +14,7 @@ import gevent
 from flask.testing import FlaskClient
 
 from app.config import Settings
+from app.device_options import DEVICE_OPTIONS
 from app.edge_options import EDGE_OPTIONS
 from app.engine import Engine
 from app.queue_options import QUEUE_OPTIONS
@@ -25,7 +26,7 @@ from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
 EDGE: dict[str, Any] = {
-    str(option.name): option.default for option in [*EDGE_OPTIONS, *QUEUE_OPTIONS]
+    str(option.name): option.default for option in [*EDGE_OPTIONS, *QUEUE_OPTIONS, *DEVICE_OPTIONS]
 }
 SETTINGS = Settings(
     *(

@@ -21,6 +21,7 @@ OWN: dict[str, set[str]] = {
     "direct": {"errors"},
     "edge_options": set(),
     "queue_options": {"edge_options"},
+    "device_options": {"edge_options"},
     "access": set(),
     "logs": set(),
     "machine": set(),
@@ -45,7 +46,8 @@ OWN: dict[str, set[str]] = {
     "key_ring": {"keys"},
     "key_options": {"edge_options", "keys"},
     "config": {
-        *{"edge_options", "errors", "folder", "key_options", "keys", "queue_options", "record"},
+        *{"device_options", "edge_options", "errors", "folder", "key_options", "keys", "record"},
+        "queue_options",
     },
     "kv_cache": {"sequence"},
     "masks": {"sequence"},
@@ -57,13 +59,17 @@ OWN: dict[str, set[str]] = {
     "work": {"sequence"},
     "backlog": {"errors", "pace", "sequence", "work"},
     "scheduler": {"batch_limit", "repetition", "sampler", "sequence", "waiting"},
-    "form": {"graph", "kv_cache"},
+    "runner": set(),
+    "cuda": set(),
+    "session": {"cuda", "errors", "folder", "graph"},
+    "form": {"graph", "kv_cache", "runner"},
     "fused": {"form", "graph", "kv_cache"},
     "portable": {"errors", "form", "kv_cache"},
     "model": {
-        *{"context", "errors", "folder", "form", "fused", "graph", "kv_cache", "machine"},
-        *{"portable", "precision", "record", "sequence"},
+        *{"context", "cuda", "form", "fused", "graph", "kv_cache", "machine"},
+        *{"portable", "precision", "record", "sequence", "session"},
     },
+    "device_sampler": {"kv_cache", "model", "sampler", "sequence"},
     "control": {"errors"},
     "plain": {"control"},
     "detokenizer": {"errors"},
@@ -122,7 +128,7 @@ OWN: dict[str, set[str]] = {
     "docs_page": {"http", "openapi"},
     "loading": {
         *{"chat", "config", "engine", "errors", "grammar", "graph", "kv_cache", "machine", "model"},
-        *{"probe", "record", "scheduler", "text"},
+        *{"device_sampler", "probe", "record", "scheduler", "text"},
     },
     "served": {
         *{"answer", "backlog", "bridge", "chat", "completion", "config", "departure", "engine"},
@@ -169,7 +175,7 @@ OWN: dict[str, set[str]] = {
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
-    "click": {"config", "edge_options", "key_options", "queue_options"},
+    "click": {"config", "device_options", "edge_options", "key_options", "queue_options"},
     "flask": {
         *{"admin_api", "api", "cors", "docs_page", "edge", "generate_api", "guard", "http"},
         *{"openai_api", "ops_api"},
@@ -182,11 +188,11 @@ DOORS: dict[str, set[str]] = {
     "llguidance": {"grammar", "masks"},
     "numpy": {
         *{"candidates", "edits", "engine", "form", "fused", "grammar", "logprobs", "masks"},
-        *{"model", "portable", "probe", "sampler"},
+        *{"device_sampler", "model", "portable", "probe", "runner", "sampler"},
     },
     "onnx": {"attention", "external_data", "graph"},
-    "onnxruntime": {"form", "fused", "model"},
-    "optimum": {"model"},
+    "onnxruntime": {"cuda", "form", "fused", "model", "runner", "session"},
+    "optimum": {"session"},
     "orjson": {"connection", "http", "openai_replies", "passage", "protocol", "replies"},
     "prometheus_client": {"histogram", "metrics", "ops_api", "service"},
     "psutil": {"machine"},
@@ -197,7 +203,10 @@ DOORS: dict[str, set[str]] = {
     "pydantic_core": {"protocol"},
     "pythonjsonlogger": {"logs"},
     "tokenizers": {"detokenizer", "grammar", "plain", "text"},
-    "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
+    "torch": {
+        *{"cuda", "device_sampler", "form", "fused", "kv_cache", "model", "portable", "precision"},
+        "runner",
+    },
     "transformers": {"ends", "text"},
     "werkzeug": {"api"},
 }
