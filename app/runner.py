@@ -93,7 +93,7 @@ class CudaRunner(Runner):
         try:
             self._session.run_with_iobinding(binding, self._shrinking)
         except Exception as error:
-            if "arena" not in str(error):
+            if "shrink list" not in str(error):
                 raise
             log.warning("memory is not given back after a rest: %s", error)
             self._shrinking = None

@@ -84,12 +84,16 @@ def started(section: Callable[[Options], Report], options: Options) -> Iterator[
     process = context.Process(target=_report, args=(section, options, theirs))
     process.start()
     theirs.close()
+    pid = process.pid or 0
+    with suppress(OSError):  # whoever is first, the child or this
+        os.setpgid(pid, pid)
     try:
         yield ours
     finally:
         process.join(1)
         with suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
+            os.killpg(pid, signal.SIGKILL)
+        process.kill()
         process.join()
 
 

@@ -51,6 +51,7 @@ PRECISIONS = {"cuda": ("fp16", "int8"), "cpu": ("fp32", "int8")}
 # Of the logits' spread: what rounding may do, where a wrong position does far more.
 TOLERANCE = 0.05
 GIB = 1 << 30
+SCRIPTS = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -323,11 +324,11 @@ def drain(engine: Engine, sequences: list[Sequence]) -> None:
 
 def serving(options: Options) -> Report:
     """The whole server, loaded over HTTP by bench.py."""
-    clients, requests = ("2", "4") if options.quick else ("32", "256")
+    clients, requests, tokens = ("2", "4", "8") if options.quick else ("32", "256", "64")
     metrics: list[dict[str, float]] = []
     arguments = ["--model", str(options.some_folder), "--device", options.device]
-    bench = [sys.executable, "scripts/bench.py", "--concurrency", clients, "--requests", requests]
-    bench += ["--prompt-tokens", "24", "--output-tokens", "8" if options.quick else "64"]
+    bench = [sys.executable, str(SCRIPTS / "bench.py"), "--concurrency", clients]
+    bench += ["--requests", requests, "--prompt-tokens", "24", "--output-tokens", tokens]
     with server_of("-m", "app", "--host", "127.0.0.1", *arguments) as server:
         command = [*bench, "--url", server.url]
         with watched(options) as gpu:
@@ -362,8 +363,8 @@ def read_metrics(url: str) -> dict[str, float]:
 
 
 def memory(options: Options) -> Report:
-    """Every row full to its end, then a rest (FR29): nothing fails, and what is held afterwards is
-    at most a tenth more than before."""
+    """Rows upon rows, each to its end, then a rest (FR29): nothing fails, and what is held
+    afterwards is at most a tenth more than before."""
     limit = 0 if options.device == "cpu" else 6 * GIB
     batch = "2" if options.quick else "1024"
     at_start = used_bytes(options)
@@ -374,8 +375,9 @@ def memory(options: Options) -> Report:
     engine.self_test()
     before = used_bytes(options) - at_start
     num_rows, length = int(loaded.info["max_batch_size"]), int(loaded.info["max_model_len"])
-    params = SamplingParams(16, temperature=1.0, ignore_eos=True)
-    made = [Sequence(str(n), [5] * (length - 20), params) for n in range(num_rows)]
+    # One begins with each step: short prompts and long answers are in the batch together.
+    params = SamplingParams(length - 9, temperature=1.0, ignore_eos=True)
+    made = [Sequence(str(n), [5] * 8, params) for n in range(num_rows)]
     for sequence in made:
         engine.submit(sequence)
     peak, give_up_at = before, time.monotonic() + (5 if options.quick else 25)
