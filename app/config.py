@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from .cache_options import CACHE_OPTIONS
 from .edge_options import EDGE_OPTIONS
 from .errors import UnservableModel, WrongSetting
 from .folder import find_graph, read_context_length
@@ -64,6 +65,7 @@ class Settings:
     log_format: str
     max_queued_requests: int
     max_queued_tokens: int
+    kv_memory_share: float
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
     cors_origins: tuple[str, ...]
@@ -317,6 +319,7 @@ OPTIONS: list[click.Parameter] = [
     ),
     *EDGE_OPTIONS,
     *QUEUE_OPTIONS,
+    *CACHE_OPTIONS,
     *KEY_OPTIONS,
 ]
 

@@ -28,7 +28,6 @@ from .text import TextCodec
 
 log = logging.getLogger(__name__)
 
-_KV_MEMORY_SHARE = 0.8  # of what is free once the weights are loaded; the rest is workspace
 _SHOWN_VERSIONS = ("onnxruntime", "onnxruntime-gpu", "optimum-onnx", "torch", "transformers")
 
 
@@ -136,7 +135,7 @@ def _run_probe(probe: Probe, model: OnnxModel) -> None:
 def _make_cache(model: OnnxModel, settings: Settings) -> KVCache:
     """As many rows as memory has room for; raises WrongSetting if that is not one."""
     max_len = settings.max_model_len or model.context_length
-    usable = int(_KV_MEMORY_SHARE * model.free_memory())
+    usable = int(settings.kv_memory_share * model.free_memory())
     chunk = model.bytes_of_chunk(min(settings.prefill_chunk, max_len))
     budget = KVBudget(
         num_bytes=usable - chunk,

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import gevent
 from flask.testing import FlaskClient
 
+from app.cache_options import CACHE_OPTIONS
 from app.config import Settings
 from app.edge_options import EDGE_OPTIONS
 from app.engine import Engine
@@ -25,7 +26,7 @@ from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
 EDGE: dict[str, Any] = {
-    str(option.name): option.default for option in [*EDGE_OPTIONS, *QUEUE_OPTIONS]
+    str(option.name): option.default for option in [*EDGE_OPTIONS, *QUEUE_OPTIONS, *CACHE_OPTIONS]
 }
 SETTINGS = Settings(
     *(

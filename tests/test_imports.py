@@ -21,9 +21,11 @@ OWN: dict[str, set[str]] = {
     "direct": {"errors"},
     "edge_options": set(),
     "queue_options": {"edge_options"},
+    "cache_options": {"edge_options"},
     "access": set(),
     "logs": set(),
     "machine": set(),
+    "memory": set(),
     "repetition": set(),
     "pulse": set(),
     "batch_limit": set(),
@@ -45,7 +47,8 @@ OWN: dict[str, set[str]] = {
     "key_ring": {"keys"},
     "key_options": {"edge_options", "keys"},
     "config": {
-        *{"edge_options", "errors", "folder", "key_options", "keys", "queue_options", "record"},
+        *{"cache_options", "edge_options", "errors", "folder", "key_options", "keys", "record"},
+        "queue_options",
     },
     "kv_cache": {"sequence"},
     "masks": {"sequence"},
@@ -169,7 +172,7 @@ OWN: dict[str, set[str]] = {
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
-    "click": {"config", "edge_options", "key_options", "queue_options"},
+    "click": {"cache_options", "config", "edge_options", "key_options", "queue_options"},
     "flask": {
         *{"admin_api", "api", "cors", "docs_page", "edge", "generate_api", "guard", "http"},
         *{"openai_api", "ops_api"},
