@@ -1,4 +1,4 @@
-"""Settings of the KV cache: how much memory it may take.
+"""Settings of the KV cache: how much memory it may take, and for how long.
 
 They are options as `config.py`'s are, and fields of its `Settings`.
 """
@@ -9,7 +9,7 @@ import math
 
 import click
 
-from .edge_options import option
+from .edge_options import number, option
 
 
 def _number(_: click.Context, __: click.Parameter, value: float) -> float:
@@ -26,5 +26,10 @@ CACHE_OPTIONS: list[click.Parameter] = [
         0.8,
         type=click.FloatRange(0.05, 0.95),
         callback=_number,
+    ),
+    number(
+        "kv_idle_seconds",
+        "Seconds without requests after which the KV cache gives its memory back; 0: never.",
+        *(60, 0, 86_400),
     ),
 ]

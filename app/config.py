@@ -66,6 +66,7 @@ class Settings:
     max_queued_requests: int
     max_queued_tokens: int
     kv_memory_share: float
+    kv_idle_seconds: int
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
     cors_origins: tuple[str, ...]
@@ -230,9 +231,10 @@ OPTIONS: list[click.Parameter] = [
     _option(
         "--max-batch-size",
         "max_batch_size",
-        "Most requests that run together; fewer if the KV cache would not fit in memory.",
-        type=click.IntRange(1, 1024),
-        default=32,
+        "Most requests that run together; fewer while the KV cache would not fit in memory. 0: one "
+        "for each GiB that is free once the model is loaded, from 4 to 32.",
+        type=click.IntRange(0, 1024),
+        default=0,
     ),
     _option(
         "--max-model-len",

@@ -65,7 +65,6 @@ class OnnxModel:
         self.deterministic = False
         self._read_memory = memory_reader()
         self._form = _FORMS[graph.form](session, graph, self.device)
-        self._bound_cache: KVCache | None = None
         self._logits = torch.empty(0)
 
     @classmethod
@@ -153,11 +152,10 @@ class OnnxModel:
         return self._logits[: len(plan.sampled)].float().numpy(force=True)
 
     def _size_logits(self, cache: KVCache) -> None:
-        if cache is self._bound_cache:
+        if len(self._logits) == cache.num_slots:
             return
-        self._bound_cache = cache
         self._logits = torch.empty(
-            (cache.num_rows, self.spec.vocab_size),
+            (cache.num_slots, self.spec.vocab_size),
             dtype=self.spec.logits_dtype,
             device=self.device,
         )

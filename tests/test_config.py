@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "strict_precision": False,
     "deterministic": False,
     "threads": 0,
-    "max_batch_size": 32,
+    "max_batch_size": 0,
     "max_model_len": 0,
     "prefill_chunk": 128,
     "max_body_bytes": 1 << 20,
@@ -55,6 +55,7 @@ DEFAULTS: dict[str, Any] = {
     "max_queued_requests": 1024,
     "max_queued_tokens": 524_288,
     "kv_memory_share": 0.8,
+    "kv_idle_seconds": 60,
     "ops_port": 0,
     "ops_host": "",
     "api_keys": (),
@@ -77,6 +78,7 @@ BOUNDS = {
     "tcp_user_timeout_ms": (1_000, 86_400_000),
     "max_queued_requests": (1, 1_000_000),
     "max_queued_tokens": (1, 1 << 30),
+    "kv_idle_seconds": (0, 86_400),
 }
 # variable -> two right values, as written and as read; neither is the default
 RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
@@ -118,7 +120,7 @@ WRONG: dict[str, list[str]] = {
     "STRICT_PRECISION": ["maybe", "2"],
     "DETERMINISTIC": ["maybe", "2"],
     "THREADS": ["many", "-1", "1025"],
-    "MAX_BATCH_SIZE": ["many", "0", "-1", "1025"],
+    "MAX_BATCH_SIZE": ["many", "-1", "1025"],
     "MAX_MODEL_LEN": ["long", "-1", "1e3", "1", str(CONTEXT + 1)],
     "PREFILL_CHUNK": ["big", "0", "65537"],
     "MAX_BODY_BYTES": ["1MB", "0", "-1"],
