@@ -106,7 +106,7 @@ class Scheduler:
         if preempted:
             moves += slots.close_gaps()
             _forget(preempted)
-        if slots.prefilling is None and self._waiting and slots.num_running < self._limit.value:
+        if slots.prefilling is None and self._waiting and self._has_free_row():
             self._admit()
         resize = self._resize()
         dequeued, self._dequeued = self._dequeued, []
@@ -193,6 +193,9 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
         self._waiting.put_back(sequence)
+
+    def _has_free_row(self) -> bool:
+        return self._slots.num_running < self._limit.value
 
     def _admit(self) -> None:
         """Takes up the next sequence, if there is one that is still wanted and if it fits. Until
