@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import gevent
+import pytest
 from flask.testing import FlaskClient
 
 from app.cache_options import CACHE_OPTIONS
@@ -110,6 +112,16 @@ def hold_until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < give_up_at, "waited in vain"
         time.sleep(0.001)
+
+
+def still_clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The hub's time of requests, which passes with `clock.now` alone: a deadline whose real time
+    has come is looked at, and put off until then."""
+    clock = SimpleNamespace(now=time.monotonic())
+    clock.monotonic = lambda: clock.now
+    for module in ("app.http", "app.answer"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    return clock
 
 
 def events(body: bytes) -> list[dict[str, Any]]:
