@@ -17,12 +17,11 @@ import torch
 from numpy.typing import NDArray
 
 from .context import context_warnings, served_context, window_warnings
-from .cuda import DeviceMemory
 from .form import DecoderForm, Run
 from .fused import FusedForm
 from .graph import Graph, read_graph
 from .kv_cache import KVCache, KVShape
-from .machine import available_memory
+from .machine import memory_reader
 from .portable import PortableForm
 from .precision import find_mismatch
 from .record import read_record
@@ -63,10 +62,9 @@ class OnnxModel:
             self.device, graph.form, self.spec.kv.dtype, self.spec.logits_dtype
         )
         self.deterministic = False
+        self._read_memory = memory_reader()
         self._form = _FORMS[graph.form](session, graph, self.device)
-        self._bound_cache: KVCache | None = None
         self._logits = torch.empty(0)
-        self._memory: DeviceMemory | None = None
 
     @classmethod
     def load(
@@ -89,7 +87,8 @@ class OnnxModel:
         torch.set_num_threads(num_threads)  # torch copies rows, in this thread
         opened = open_session(folder, graph, device, num_threads, max_gpu_bytes)
         model = cls(opened.session, graph, context_length)
-        model._memory = opened.memory
+        if opened.memory is not None:
+            model._read_memory = opened.memory.free
         if opened.fallback is not None:
             model.is_fallback = True
             model.warnings.append(f"served on the CPU: {opened.fallback}")
@@ -118,8 +117,8 @@ class OnnxModel:
         return num_tokens * self.bytes_per_row
 
     def free_memory(self) -> int:
-        """Bytes that the device could still hand out."""
-        return available_memory() if self._memory is None else self._memory.free()
+        """Bytes that the device could still hand out. Raises what CUDA or the cgroup's files do."""
+        return self._read_memory()
 
     def describe(self, folder: Path) -> dict[str, Any]:
         """What is served, for `/info`: from the folder's record, and from the session itself."""
@@ -164,11 +163,10 @@ class OnnxModel:
         return self._logits[: len(plan.sampled)]
 
     def _size_logits(self, cache: KVCache) -> None:
-        if cache is self._bound_cache:
+        if len(self._logits) == cache.num_slots:
             return
-        self._bound_cache = cache
         self._logits = torch.empty(
-            (cache.num_rows, self.spec.vocab_size),
+            (cache.num_slots, self.spec.vocab_size),
             dtype=self.spec.logits_dtype,
             device=self.device,
         )

@@ -34,18 +34,28 @@ from contextlib import contextmanager, suppress
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import click
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-import gpu_sections  # noqa: E402 (needs the line above)
-from gpu_sections import Options  # noqa: E402
+import gpu_build  # noqa: E402 (needs the line above)
+import gpu_numbers  # noqa: E402
+import gpu_speed  # noqa: E402
+from gpu_build import Options, Report  # noqa: E402
 from load_report import machine  # noqa: E402
 
-Report = dict[str, Any]
+SECTIONS: dict[str, Callable[[Options], Report]] = {
+    "environment": gpu_build.environment,
+    "build": gpu_build.build,
+    "correctness": gpu_numbers.correctness,
+    "in_place": gpu_numbers.in_place,
+    "copies": gpu_numbers.copies,
+    "throughput": gpu_speed.throughput,
+    "serving": gpu_speed.serving,
+    "memory": gpu_speed.memory,
+}
 # Seconds of each; together less than gpu_check.sh's limit.
 LIMITS = {
     "environment": 15,
@@ -144,11 +154,11 @@ def main(
         for name in sections:
             if name == "build" and folders:
                 continue
-            found = run_limited(getattr(gpu_sections, name), options, LIMITS[name])
+            found = run_limited(SECTIONS[name], options, LIMITS[name])
             click.echo(f"{name:12} {found['seconds']:6.1f} s  {verdict(found)}", err=True)
             report["sections"][name] = found
             if name == "build":  # those that are whole
-                options = Options(device, gpu_sections.built(Path(work)), Path(work), quick)
+                options = Options(device, gpu_build.built(Path(work)), Path(work), quick)
             if json_file is not None:  # now: whatever comes next may take the machine along
                 json_file.write_text(json.dumps(report) + "\n")
     click.echo(json.dumps(report))

@@ -11,17 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from app.device_sampler import DeviceModel, sample
-from app.engine import Engine, Unobserved
-from app.loading import _make_engine
+from app.loading import _sampled
 from app.model import OnnxModel
 from app.sampler import NO_MASKS
 from app.sampler import sample as sample_on_host
-from app.scheduler import Scheduler
 from app.sequence import SamplingParams, Sequence
 
 from .conftest import TinyModel
 from .engines import answers, real_engine
-from .logits import cache_for, ids_of_length
+from .logits import ids_of_length
 
 VOCAB = 1000
 PLAIN = SamplingParams(max_tokens=100)
@@ -175,19 +173,19 @@ def requests() -> list[Sequence]:
 
 def test_engine_that_samples_on_the_device_gives_the_same_answers(tiny_llama: TinyModel) -> None:
     expected = answers(real_engine(tiny_llama.folder), requests())
-    model = OnnxModel.load(tiny_llama.folder, "cpu", num_threads=1)
-    parts = (DeviceModel(model), cache_for(model), Scheduler(8, 256, 16, frozenset()), Unobserved())
-    assert answers(Engine(*parts, sampler=sample), requests()) == expected
+    engine = real_engine(tiny_llama.folder)
+    assert isinstance(engine._model, OnnxModel)
+    engine._model, engine._sample = DeviceModel(engine._model), sample
+    assert answers(engine, requests()) == expected
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cpu", OnnxModel), ("cuda", DeviceModel)])
 def test_logits_stay_on_a_gpu(device: str, kind: type, tiny_llama: TinyModel) -> None:
     model = OnnxModel.load(tiny_llama.folder, "cpu", num_threads=1)
-    cache = cache_for(model)
     model.device = torch.device(device)
-    engine = _make_engine(model, cache, Scheduler(8, 256, 16, frozenset()), Unobserved(), 1)
-    assert type(engine._model) is kind
-    assert (engine._sample is sample) == (device == "cuda")
+    run_model, sampler = _sampled(model)
+    assert type(run_model) is kind
+    assert (sampler is sample) == (device == "cuda")
 
 
 def test_step_without_a_token_brings_none() -> None:

@@ -22,9 +22,9 @@ from .live import ROOT
 
 sys.path.append(str(ROOT / "scripts"))  # where a script finds its siblings
 
+import gpu_build
 import gpu_check
-import gpu_sections
-from gpu_sections import Options
+from gpu_build import Options
 from make_random_model import PHI3_TINY
 
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
@@ -105,11 +105,11 @@ def is_running(pid: int) -> bool:
 def test_folders_for_a_gpu_are_built_on_the_spot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_sections, "SHAPES", {"tiny": PHI3_TINY | {"num_hidden_layers": 1}})
+    monkeypatch.setattr(gpu_build, "SHAPES", {"tiny": PHI3_TINY | {"num_hidden_layers": 1}})
     options = Options("cuda", {}, tmp_path, quick=True)
-    found = gpu_check.run_limited(gpu_sections.build, options, 100)
+    found = gpu_check.run_limited(gpu_build.build, options, 100)
     assert found["ok"], found
-    folders = gpu_sections.built(tmp_path)
+    folders = gpu_build.built(tmp_path)
     assert list(folders) == ["tiny-fp16", "tiny-int8"]
     assert all(read_graph(folder).kv_type == "float16" for folder in folders.values())
 

@@ -22,12 +22,15 @@ OWN: dict[str, set[str]] = {
     "edge_options": set(),
     "queue_options": {"edge_options"},
     "device_options": {"edge_options"},
+    "cache_options": {"edge_options"},
     "access": set(),
     "logs": set(),
     "machine": set(),
+    "memory": set(),
     "repetition": set(),
     "pulse": set(),
     "batch_limit": set(),
+    "arena": set(),
     "origin": set(),
     "garbage": set(),
     "pace": set(),
@@ -46,8 +49,8 @@ OWN: dict[str, set[str]] = {
     "key_ring": {"keys"},
     "key_options": {"edge_options", "keys"},
     "config": {
-        *{"device_options", "edge_options", "errors", "folder", "key_options", "keys", "record"},
-        "queue_options",
+        *{"cache_options", "device_options", "edge_options", "errors", "folder", "key_options"},
+        *{"keys", "queue_options", "record"},
     },
     "kv_cache": {"sequence"},
     "masks": {"sequence"},
@@ -58,15 +61,17 @@ OWN: dict[str, set[str]] = {
     "waiting": {"sequence"},
     "work": {"sequence"},
     "backlog": {"errors", "pace", "sequence", "work"},
-    "scheduler": {"batch_limit", "repetition", "sampler", "sequence", "waiting"},
     "runner": set(),
     "cuda": set(),
     "session": {"cuda", "errors", "folder", "graph"},
     "form": {"graph", "kv_cache", "runner"},
+    "advances": {"repetition", "sequence"},
+    "slots": {"sequence"},
+    "scheduler": {*{"advances", "arena", "batch_limit", "sampler", "sequence", "slots", "waiting"}},
     "fused": {"form", "graph", "kv_cache"},
     "portable": {"errors", "form", "kv_cache"},
     "model": {
-        *{"context", "cuda", "form", "fused", "graph", "kv_cache", "machine"},
+        *{"context", "form", "fused", "graph", "kv_cache", "machine"},
         *{"portable", "precision", "record", "sequence", "session"},
     },
     "device_sampler": {"kv_cache", "model", "sampler", "sequence"},
@@ -90,9 +95,9 @@ OWN: dict[str, set[str]] = {
         *{"detokenizer", "errors", "lark", "masks", "schema", "tool_grammar", "tool_schemas"},
     },
     "histogram": set(),
-    "metrics": {"backlog", "histogram", "sequence"},
+    "metrics": {"arena", "backlog", "histogram", "sequence"},
     # the engine, its thread, and an answer as it comes out of it
-    "engine": {"backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
+    "engine": {"arena", "backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
     "off_hub": {"departure", "errors"},
     "bridge": {"backlog", "engine", "errors", "garbage", "off_hub", "pulse", "sequence"},
     "closing": set(),
@@ -127,8 +132,9 @@ OWN: dict[str, set[str]] = {
     "openapi": {"config", "http", "limits", "responses", "routes"},
     "docs_page": {"http", "openapi"},
     "loading": {
-        *{"chat", "config", "engine", "errors", "grammar", "graph", "kv_cache", "machine", "model"},
-        *{"device_sampler", "probe", "record", "scheduler", "text"},
+        *{"arena", "chat", "config", "engine", "errors", "grammar", "graph", "kv_cache"},
+        *{"device_sampler", "machine", "memory", "model", "probe", "record", "sampler"},
+        *{"scheduler", "text"},
     },
     "served": {
         *{"answer", "backlog", "bridge", "chat", "completion", "config", "departure", "engine"},
@@ -175,7 +181,10 @@ OWN: dict[str, set[str]] = {
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
-    "click": {"config", "device_options", "edge_options", "key_options", "queue_options"},
+    "click": {
+        *{"cache_options", "config", "device_options", "edge_options", "key_options"},
+        "queue_options",
+    },
     "flask": {
         *{"admin_api", "api", "cors", "docs_page", "edge", "generate_api", "guard", "http"},
         *{"openai_api", "ops_api"},
