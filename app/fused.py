@@ -22,7 +22,7 @@ class FusedForm(DecoderForm):
     def __init__(self, session: ort.InferenceSession, graph: Graph, device: torch.device) -> None:
         super().__init__(session, graph, device)
         self._bindings: dict[tuple[int, int], ort.IOBinding] = {}
-        self._bound_cache: KVCache | None = None
+        self._bound: tuple[KVCache, int] | None = None
 
     def run(self, cache: KVCache, run: Run) -> None:
         binding = self._binding(cache, run.first_row, run.num_rows)
@@ -33,9 +33,10 @@ class FusedForm(DecoderForm):
         self._execute(binding, run, mask)
 
     def _binding(self, cache: KVCache, first_row: int, num_rows: int) -> ort.IOBinding:
-        """Past and present of these rows bound to the cache; made once per pair of numbers."""
-        if cache is not self._bound_cache:
-            self._bound_cache = cache
+        """Past and present of these rows bound to the cache; made once per pair of numbers, as
+        long as the cache lies where it does."""
+        if self._bound != (cache, cache.version):
+            self._bound = (cache, cache.version)
             self._bindings.clear()
         found = self._bindings.get((first_row, num_rows))
         if found is not None:

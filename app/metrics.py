@@ -16,6 +16,7 @@ from prometheus_client import (
 )
 
 from . import histogram as batched
+from .arena import KVUsage
 from .backlog import Backlog
 from .sequence import Sequence, StepPlan
 
@@ -67,7 +68,7 @@ class Metrics:
         )
         self._batch = histogram("batch_size", "Rows that run in a step.", _BATCH_BUCKETS)
         limit = gauge(
-            "batch_limit", "Most rows that may run: fewer for a while after memory ran out."
+            "batch_limit", "Most rows that may run: fewer than at first where memory is short."
         )
         limit.set_function(lambda: self.current.batch_limit if self.current else 0)
         running = gauge("num_requests_running", "Requests in the batch.")
@@ -79,8 +80,16 @@ class Metrics:
         self._wait = gauge(
             "estimated_wait_seconds", "Expected in the queue, for a request that comes now."
         )
-        self._prompt = counter("prompt_tokens_total", "Prompt tokens read.")
+        self._prompt = counter(
+            "prompt_tokens_total", "Prompt tokens read, also once more after a preemption."
+        )
         self._generated = counter("generation_tokens_total", "Tokens generated.")
+        self._preemptions = counter(
+            "num_preemptions_total",
+            "Running requests that had to make room for older ones, and are read again later.",
+        )
+        usage = gauge("kv_cache_usage_ratio", "Cached tokens of running requests, of the budget.")
+        usage.set_function(lambda: self.current.usage_ratio if self.current else 0)
         self._success = counter(
             "request_success_total",
             "Choices (of a request, n) ended by the engine.",
@@ -105,6 +114,9 @@ class Metrics:
         self._batch.observe(plan.num_rows)
         if plan.prefill is not None:
             self._prompt.inc(len(plan.prefill.token_ids))
+
+    def preempted(self, num_sequences: int) -> None:
+        self._preemptions.inc(num_sequences)
 
     def spoiled(self, num_rows: int) -> None:
         """So many rows of a step had logits that were not finite."""
@@ -149,11 +161,19 @@ class Metrics:
 
 class EngineMetrics:
     """The observer of one engine. While models are switched there are two: requests in their queues
-    and batches add up, `batch_limit` is that of the current one."""
+    and batches add up, `batch_limit` and `usage` are those of the current one."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self.num_waiting = self.num_running = self.batch_limit = 0
+        self.usage: KVUsage | None = None
+
+    @property
+    def usage_ratio(self) -> float:
+        return self.usage.ratio if self.usage is not None else 0.0
+
+    def preempted(self, num_sequences: int) -> None:
+        self._metrics.preempted(num_sequences)
 
     def stepped(self, plan: StepPlan) -> None:
         self._metrics.stepped(plan)
@@ -172,3 +192,6 @@ class EngineMetrics:
 
     def limited(self, batch_limit: int) -> None:
         self.batch_limit = batch_limit
+
+    def held(self, usage: KVUsage) -> None:
+        self.usage = usage

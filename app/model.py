@@ -24,7 +24,7 @@ from .form import DecoderForm, Run
 from .fused import FusedForm
 from .graph import Graph, read_graph
 from .kv_cache import KVCache, KVShape
-from .machine import available_memory
+from .machine import memory_reader
 from .portable import PortableForm
 from .precision import find_mismatch
 from .record import read_record
@@ -63,8 +63,8 @@ class OnnxModel:
             self.device, graph.form, self.spec.kv.dtype, self.spec.logits_dtype
         )
         self.deterministic = False
+        self._read_memory = memory_reader()
         self._form = _FORMS[graph.form](session, graph, self.device)
-        self._bound_cache: KVCache | None = None
         self._logits = torch.empty(0)
 
     @classmethod
@@ -110,10 +110,10 @@ class OnnxModel:
         return num_tokens * self.bytes_per_row
 
     def free_memory(self) -> int:
-        """Bytes that the device could still hand out."""
+        """Bytes that the device could still hand out. Raises what CUDA or the cgroup's files do."""
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info()[0])
-        return available_memory()
+        return self._read_memory()
 
     def describe(self, folder: Path) -> dict[str, Any]:
         """What is served, for `/info`: from the folder's record, and from the session itself."""
@@ -152,11 +152,10 @@ class OnnxModel:
         return self._logits[: len(plan.sampled)].float().numpy(force=True)
 
     def _size_logits(self, cache: KVCache) -> None:
-        if cache is self._bound_cache:
+        if len(self._logits) == cache.num_slots:
             return
-        self._bound_cache = cache
         self._logits = torch.empty(
-            (cache.num_rows, self.spec.vocab_size),
+            (cache.num_slots, self.spec.vocab_size),
             dtype=self.spec.logits_dtype,
             device=self.device,
         )

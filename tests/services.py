@@ -15,6 +15,7 @@ import gevent
 import pytest
 from flask.testing import FlaskClient
 
+from app.cache_options import CACHE_OPTIONS
 from app.config import Settings
 from app.edge_options import EDGE_OPTIONS
 from app.engine import Engine
@@ -27,7 +28,7 @@ from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
 EDGE: dict[str, Any] = {
-    str(option.name): option.default for option in [*EDGE_OPTIONS, *QUEUE_OPTIONS]
+    str(option.name): option.default for option in [*EDGE_OPTIONS, *QUEUE_OPTIONS, *CACHE_OPTIONS]
 }
 SETTINGS = Settings(
     *(

@@ -21,12 +21,15 @@ OWN: dict[str, set[str]] = {
     "direct": {"errors"},
     "edge_options": set(),
     "queue_options": {"edge_options"},
+    "cache_options": {"edge_options"},
     "access": set(),
     "logs": set(),
     "machine": set(),
+    "memory": set(),
     "repetition": set(),
     "pulse": set(),
     "batch_limit": set(),
+    "arena": set(),
     "origin": set(),
     "garbage": set(),
     "pace": set(),
@@ -45,7 +48,8 @@ OWN: dict[str, set[str]] = {
     "key_ring": {"keys"},
     "key_options": {"edge_options", "keys"},
     "config": {
-        *{"edge_options", "errors", "folder", "key_options", "keys", "queue_options", "record"},
+        *{"cache_options", "edge_options", "errors", "folder", "key_options", "keys", "record"},
+        "queue_options",
     },
     "kv_cache": {"sequence"},
     "masks": {"sequence"},
@@ -56,7 +60,9 @@ OWN: dict[str, set[str]] = {
     "waiting": {"sequence"},
     "work": {"sequence"},
     "backlog": {"errors", "pace", "sequence", "work"},
-    "scheduler": {"batch_limit", "repetition", "sampler", "sequence", "waiting"},
+    "advances": {"repetition", "sequence"},
+    "slots": {"sequence"},
+    "scheduler": {*{"advances", "arena", "batch_limit", "sampler", "sequence", "slots", "waiting"}},
     "form": {"graph", "kv_cache"},
     "fused": {"form", "graph", "kv_cache"},
     "portable": {"errors", "form", "kv_cache"},
@@ -84,9 +90,9 @@ OWN: dict[str, set[str]] = {
         *{"detokenizer", "errors", "lark", "masks", "schema", "tool_grammar", "tool_schemas"},
     },
     "histogram": set(),
-    "metrics": {"backlog", "histogram", "sequence"},
+    "metrics": {"arena", "backlog", "histogram", "sequence"},
     # the engine, its thread, and an answer as it comes out of it
-    "engine": {"backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
+    "engine": {"arena", "backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
     "off_hub": {"departure", "errors"},
     "bridge": {"backlog", "engine", "errors", "garbage", "off_hub", "pulse", "sequence"},
     "closing": set(),
@@ -121,8 +127,8 @@ OWN: dict[str, set[str]] = {
     "openapi": {"config", "http", "limits", "responses", "routes"},
     "docs_page": {"http", "openapi"},
     "loading": {
-        *{"chat", "config", "engine", "errors", "grammar", "graph", "kv_cache", "machine", "model"},
-        *{"probe", "record", "scheduler", "text"},
+        *{"arena", "chat", "config", "engine", "errors", "grammar", "graph", "kv_cache"},
+        *{"machine", "memory", "model", "probe", "record", "scheduler", "text"},
     },
     "served": {
         *{"answer", "backlog", "bridge", "chat", "completion", "config", "departure", "engine"},
@@ -169,7 +175,7 @@ OWN: dict[str, set[str]] = {
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
-    "click": {"config", "edge_options", "key_options", "queue_options"},
+    "click": {"cache_options", "config", "edge_options", "key_options", "queue_options"},
     "flask": {
         *{"admin_api", "api", "cors", "docs_page", "edge", "generate_api", "guard", "http"},
         *{"openai_api", "ops_api"},
