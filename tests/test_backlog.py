@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from app.arena import Arena, KVLimits
 from app.backlog import Backlog, Place, _Running
 from app.errors import Overloaded
 from app.pace import Pace
@@ -497,3 +498,28 @@ def test_estimate_counts_the_steps_of_chunks_as_small_as_they_are() -> None:
     estimate = simulation.backlog.next_place("").seconds
     true = simulation.wait_of(asked())
     assert 0.75 * true < estimate < 1.25 * true
+
+
+def test_preempted_sequences_count_once_and_are_expected_to_run_on() -> None:
+    simulation = Simulation(num_rows=4)
+    limits = KVLimits(4, 4096, 16, bytes_per_token=1, bytes_per_row=0)
+    scheduler = simulation.engine._scheduler
+    scheduler.arena = Arena(limits, 4096)
+    simulation.engine._cache.rows = [[]]  # type: ignore[attr-defined]
+    running = [asked(3, 40) for _ in range(4)]
+    simulation.submit(*running)
+    while not all(each.output_ids for each in running):
+        simulation.engine.step()
+    seconds = simulation.backlog.next_place("").seconds
+    scheduler.arena.budget = 48  # three rows, for a while
+    simulation.engine.step()
+    [preempted] = [each for each in running if each.num_preemptions]
+    backlog = simulation.backlog
+    assert (backlog.num_sequences, backlog.num_prompt_tokens) == (0, 0)
+    assert backlog.place(preempted, simulation.open) is not None
+    assert backlog.next_place("").seconds > 0.8 * seconds
+    simulation.submit(asked(5, 40))
+    assert (backlog.num_sequences, backlog.num_prompt_tokens) == (1, 5)
+    simulation.run()
+    assert (backlog.num_sequences, backlog.num_prompt_tokens) == (0, 0)
+    assert backlog._preempted == []

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.scheduler import Scheduler
 from app.sequence import FinishReason, SamplingParams, Sequence, Status, StepPlan
 
 from .engines import answers, greedy, run, stub_answer, stub_engine
@@ -174,7 +173,7 @@ def test_what_ended_before_a_step_is_told_though_the_step_fails_when_it_is_recor
     def fail(*_: object) -> None:
         raise ValueError("broken")
 
-    monkeypatch.setattr(Scheduler, "_append", fail)
+    monkeypatch.setattr("app.scheduler.append", fail)
     reasons = {advance.sequence.request_id: advance.finish_reason for advance in engine.step()}
     assert reasons == {"0": FinishReason.ABORT, "1": FinishReason.ERROR}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from app.kv_cache import KVBudget, KVCache, KVShape
+from app.kv_cache import KVCache, KVShape
 from app.sequence import Move
 
 CPU = torch.device("cpu")
@@ -40,14 +40,6 @@ def test_bytes_per_token_count_keys_and_values_of_all_layers(
     shape: KVShape, num_bytes: int
 ) -> None:
     assert shape.bytes_per_token == num_bytes
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "num_rows"),
-    [(0, 0), (99, 0), (100, 1), (199, 1), (200, 2), (800, 8), (899, 8), (10**15, 8)],
-)
-def test_budget_rows_are_those_that_fit_up_to_the_limit(num_bytes: int, num_rows: int) -> None:
-    assert KVBudget(num_bytes, bytes_per_row=100, max_rows=8).num_rows == num_rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
