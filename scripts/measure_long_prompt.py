@@ -1,6 +1,6 @@
 """What a long prompt costs the streams that are open when it arrives, and what it pays for that.
 
-    python scripts/measure_long_prompt.py [--model models/default] [--stalls 1.2] [--repeats 3]
+    python scripts/measure_long_prompt.py [--model models/default] [--stalls 1] [--repeats 3]
         [--streams 8] [--stream-tokens 64] [--prompt-tokens 4000] [--quiet-seconds 5] [--json FILE]
 
 For each PREFILL_STALL a server is started. In each repeat so many new streams decode, first in
@@ -139,7 +139,7 @@ def measure_stall(model: Path, stall: float, asked: dict[str, Any]) -> dict[str,
         short = bench.calibrate(load, asked["stream_tokens"], rng).words
         long = bench.calibrate(load, asked["prompt_tokens"], rng).words
         info = requests.get(f"{server.url}/info", timeout=60).json()
-        # What it leaves a stream; none comes to its end.
+        # None comes to its end.
         max_tokens = min(STEADY, info["max_model_len"] - 2 * asked["stream_tokens"])
         rows: list[dict[str, Any]] = []
         errors: list[str] = []
@@ -159,7 +159,7 @@ def measure_stall(model: Path, stall: float, asked: dict[str, Any]) -> dict[str,
 
 @click.command()
 @click.option("--model", type=Path, default=Path("models/default"))
-@click.option("--stalls", default="1.2", help="Of PREFILL_STALL, separated by commas.")
+@click.option("--stalls", default="1", help="Of PREFILL_STALL, separated by commas.")
 @click.option("--repeats", type=click.IntRange(1), default=3)
 @click.option("--streams", type=click.IntRange(1), default=8)
 @click.option("--stream-tokens", type=click.IntRange(1), default=64, help="Of their prompts.")

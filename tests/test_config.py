@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "max_batch_size": 0,
     "max_model_len": 0,
     "prefill_chunk": 192,
-    "prefill_stall": 1.2,
+    "prefill_stall": 1.0,
     "max_body_bytes": 1 << 20,
     "max_timeout_ms": 3_600_000,
     "max_step_seconds": 60,

@@ -14,7 +14,7 @@ from app.sequence import PrefillChunk, SamplingParams, Sequence, StepPlan
 
 from .engines import greedy, run, stub_engine
 
-STALL = 1.2
+STALL = 1.0
 MAX_CHUNK = 192
 
 
