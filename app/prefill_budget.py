@@ -23,6 +23,8 @@ _DECODE_MEMORY, _CHUNK_MEMORY = 24, 32  # steps
 # default model, with 2 cores of a Xeon with AMX.
 _DECODE = (0.8, 0.08, 0.3)
 _CHUNK = (0.9, 0.4, 0.035, 0.035)
+# Small chunks do not tell what a token costs; if that did not fade, larger ones were never tried.
+_CHUNK_FADES = (1.0, 1.0, 0.95, 0.95)
 
 
 class PrefillBudget:
@@ -37,7 +39,7 @@ class PrefillBudget:
         self.stall = stall
         self._sizes = [size for size in _SIZES if size < max_chunk] + [max_chunk]
         self._decode = StepCost(_DECODE, _DECODE_MEMORY)
-        self._chunk = StepCost(_CHUNK, _CHUNK_MEMORY)
+        self._chunk = StepCost(_CHUNK, _CHUNK_MEMORY, _CHUNK_FADES)
         self._is_guessed = False
         self._has_rested = True
         self._num_shared = 0  # steps in a row that read and decoded

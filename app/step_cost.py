@@ -19,9 +19,13 @@ class StepCost:
     about stays as it was.
     """
 
-    def __init__(self, guess: tuple[float, ...], num_steps: int) -> None:
+    def __init__(
+        self, guess: tuple[float, ...], num_steps: int, fades: tuple[float, ...] = ()
+    ) -> None:
+        """Each coefficient fades by its factor with each step, unless the steps speak for it."""
         self._coefficients = list(guess)
         self._decay = 1 - 1 / num_steps
+        self._fades = fades or (1.0,) * len(guess)
         size = len(guess)
         self._squares = [[0.0] * size for _ in range(size)]
         self._products = [0.0] * size
@@ -63,6 +67,7 @@ class StepCost:
 
     def _solve(self) -> None:
         found = self._coefficients
+        found[:] = [fade * c for fade, c in zip(self._fades, found, strict=True)]
         for _ in range(_NUM_SWEEPS):
             for i, row in enumerate(self._squares):
                 if row[i] > 0:
