@@ -67,6 +67,7 @@ class Settings:
     max_queued_tokens: int
     kv_memory_share: float
     kv_idle_seconds: int
+    prefix_cache: bool
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
     cors_origins: tuple[str, ...]

@@ -61,7 +61,8 @@ OWN: dict[str, set[str]] = {
     "work": {"sequence"},
     "backlog": {"errors", "pace", "sequence", "work"},
     "advances": {"repetition", "sequence"},
-    "slots": {"sequence"},
+    "slots": {"prefixes", "sequence"},
+    "prefixes": set(),
     "scheduler": {*{"advances", "arena", "batch_limit", "sampler", "sequence", "slots", "waiting"}},
     "form": {"graph", "kv_cache"},
     "fused": {"form", "graph", "kv_cache"},
@@ -128,7 +129,7 @@ OWN: dict[str, set[str]] = {
     "docs_page": {"http", "openapi"},
     "loading": {
         *{"arena", "chat", "config", "engine", "errors", "grammar", "graph", "kv_cache"},
-        *{"machine", "memory", "model", "probe", "record", "scheduler", "text"},
+        *{"machine", "memory", "model", "prefixes", "probe", "record", "scheduler", "text"},
     },
     "served": {
         *{"answer", "backlog", "bridge", "chat", "completion", "config", "departure", "engine"},
@@ -188,7 +189,7 @@ DOORS: dict[str, set[str]] = {
     "llguidance": {"grammar", "masks"},
     "numpy": {
         *{"candidates", "edits", "engine", "form", "fused", "grammar", "logprobs", "masks"},
-        *{"model", "portable", "probe", "sampler"},
+        *{"model", "portable", "prefixes", "probe", "sampler"},
     },
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"form", "fused", "model"},
