@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 0.25  # between looks at the memory, which is read once a second
 _NUM_FAILED = 2  # steps in a row that tell of the model, not of a request
 _OUT_OF_MEMORY = (
     "out of memory",  # CUDA, torch
@@ -95,6 +96,7 @@ class Engine:
         self._num_failed = {"prefill": 0, "decode": 0}
         self._is_tested = False  # by itself
         self._budget = budget
+        self._look_at = 0.0
         self._idle_seconds = idle_seconds
         self._worked_at: float | None = None  # None: nothing to give back
         self.num_steps = 0  # that ran something, well or not
@@ -123,7 +125,7 @@ class Engine:
         A model that raises costs the sequences of that step an error, never the engine.
         """
         started_at = self._clock()
-        self._look_at_memory()
+        self._look_at_memory(started_at)
         plan = self._scheduler.plan()
         self._tell_plan(plan)
         self.num_steps += not plan.is_empty
@@ -145,10 +147,12 @@ class Engine:
             if has_run:
                 self._num_failed[kind] = 0 if is_good else self._num_failed[kind] + 1
 
-    def _look_at_memory(self) -> None:
-        if self._budget is not None:
-            held = self._cache.bytes_held(self._scheduler.num_written)
-            self._scheduler.arena.budget = self._budget(held)
+    def _look_at_memory(self, now: float) -> None:
+        if self._budget is None or now < self._look_at:
+            return
+        self._look_at = now + _LOOK_SECONDS
+        held = self._cache.bytes_held(self._scheduler.num_written)
+        self._scheduler.arena.budget = self._budget(held)
 
     def _prepare(self, plan: StepPlan) -> StepPlan:
         """Makes the cache what the plan asks for. Where memory for that runs out, a plan of nothing

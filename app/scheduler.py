@@ -200,14 +200,16 @@ class Scheduler:
     def _admit(self) -> None:
         """Takes up the next sequence, if there is one that is still wanted and if it fits. Until
         it does nobody overtakes it."""
-        num_rows, longest = self._slots.num_running + 1, self._slots.longest
+        arena, num_rows = self.arena, self._slots.num_running + 1
+        longest = self._slots.longest
         while self._waiting:
             sequence = self._waiting.first()
             if sequence.ended_by is not None:  # `end` was not told yet
                 self._waiting.take()
                 self._end(sequence)
                 continue
-            if self.arena.fits(num_rows, max(longest, sequence.num_tokens + 1)):
+            # With some room, or it might be preempted before it is read.
+            if arena.fits(num_rows, max(longest, sequence.num_tokens + 1) + arena.limits.headroom):
                 self._start(self._waiting.take())
             return
 
