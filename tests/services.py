@@ -17,6 +17,7 @@ from flask.testing import FlaskClient
 
 from app.cache_options import CACHE_OPTIONS
 from app.config import Settings
+from app.device_options import DEVICE_OPTIONS
 from app.edge_options import EDGE_OPTIONS
 from app.engine import Engine
 from app.queue_options import QUEUE_OPTIONS
@@ -28,7 +29,8 @@ from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
 EDGE: dict[str, Any] = {
-    str(option.name): option.default for option in [*EDGE_OPTIONS, *QUEUE_OPTIONS, *CACHE_OPTIONS]
+    str(option.name): option.default
+    for option in [*EDGE_OPTIONS, *QUEUE_OPTIONS, *CACHE_OPTIONS, *DEVICE_OPTIONS]
 }
 SETTINGS = Settings(
     *(
