@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from .cache_options import CACHE_OPTIONS
+from .device_options import DEVICE_OPTIONS
 from .edge_options import EDGE_OPTIONS
 from .errors import UnservableModel, WrongSetting
 from .folder import find_graph, read_context_length
@@ -68,6 +69,7 @@ class Settings:
     kv_memory_share: float
     kv_idle_seconds: int
     prefix_cache: bool
+    max_gpu_memory_bytes: int
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
     cors_origins: tuple[str, ...]
@@ -323,6 +325,7 @@ OPTIONS: list[click.Parameter] = [
     *EDGE_OPTIONS,
     *QUEUE_OPTIONS,
     *CACHE_OPTIONS,
+    *DEVICE_OPTIONS,
     *KEY_OPTIONS,
 ]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 0.25  # between looks at the memory, which is read once a second
 _NUM_FAILED = 2  # steps in a row that tell of the model, not of a request
 _OUT_OF_MEMORY = (
     "out of memory",  # CUDA, torch
@@ -34,11 +35,22 @@ _OUT_OF_MEMORY = (
 )
 
 
+Logits = Any  # (rows, vocab): an array, or what the engine's sampler takes
+
+
 class Model(Protocol):
     """What the engine needs of a model; tests hand in their own."""
 
-    def forward(self, plan: StepPlan, cache: KVCache) -> NDArray[np.float32]:
+    def forward(self, plan: StepPlan, cache: KVCache) -> Logits:
         """Runs the plan; logits `(len(plan.sampled), vocab)`, valid until the next call."""
+
+
+class Sampler(Protocol):
+    """What `sampler.sample` is."""
+
+    def __call__(
+        self, logits: Logits, sequences: list[Sequence], masks: Mapping[int, NDArray[np.uint32]]
+    ) -> Sampled: ...
 
 
 class Observer(Protocol):
@@ -78,6 +90,7 @@ class Engine:
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
         num_threads: int = 1,  # for masks, beside the model's
+        sampler: Sampler = sample,  # one that takes the model's logits
         budget: Callable[[int], int] | None = None,
         idle_seconds: float = 0.0,
     ) -> None:
@@ -90,11 +103,13 @@ class Engine:
         self._observer = observer
         self._clock = clock
         self._masks = MaskWorker(num_threads)
+        self._sample = sampler
         self.backlog = Backlog()  # hears of each step; the bridge puts its own here
         # In a row; apart, for a good prompt says nothing of a decode that always fails.
         self._num_failed = {"prefill": 0, "decode": 0}
         self._is_tested = False  # by itself
         self._budget = budget
+        self._look_at = 0.0
         self._idle_seconds = idle_seconds
         self._worked_at: float | None = None  # None: nothing to give back
         self.num_steps = 0  # that ran something, well or not
@@ -123,7 +138,7 @@ class Engine:
         A model that raises costs the sequences of that step an error, never the engine.
         """
         started_at = self._clock()
-        self._look_at_memory()
+        self._look_at_memory(started_at)
         plan = self._scheduler.plan()
         self._tell_plan(plan)
         self.num_steps += not plan.is_empty
@@ -145,10 +160,12 @@ class Engine:
             if has_run:
                 self._num_failed[kind] = 0 if is_good else self._num_failed[kind] + 1
 
-    def _look_at_memory(self) -> None:
-        if self._budget is not None:
-            held = self._cache.bytes_held(self._scheduler.num_written)
-            self._scheduler.arena.budget = self._budget(held)
+    def _look_at_memory(self, now: float) -> None:
+        if self._budget is None or now < self._look_at:
+            return
+        self._look_at = now + _LOOK_SECONDS
+        held = self._cache.bytes_held(self._scheduler.num_written)
+        self._scheduler.arena.budget = self._budget(held)
 
     def _prepare(self, plan: StepPlan) -> StepPlan:
         """Makes the cache what the plan asks for. Where memory for that runs out, a plan of nothing
@@ -173,13 +190,13 @@ class Engine:
             return sample(np.empty((0, 1), np.float32), [])
         self._masks.start(plan.sampled)  # they are filled while the model runs
         logits = self._forward(plan)
-        sampled = sample(logits, plan.sampled, self._masks.collect())
+        sampled = self._sample(logits, plan.sampled, self._masks.collect())
         if num_spoiled := int(np.count_nonzero(~sampled.is_finite)):
-            log.error("logits are not finite in %d of %d rows", num_spoiled, len(logits))
+            log.error("logits are not finite in %d of %d rows", num_spoiled, len(plan.sampled))
             self._tell(self._observer.spoiled, num_spoiled)
         return sampled
 
-    def _forward(self, plan: StepPlan) -> NDArray[np.float32]:
+    def _forward(self, plan: StepPlan) -> Logits:
         """Where memory runs out, once more in smaller runs. No token is lost or doubled by that:
         only `commit` counts tokens as cached, and keys that a broken run has written already lie
         where the same ones are written again."""

@@ -7,7 +7,6 @@ row by its offset.
 
 from __future__ import annotations
 
-import numpy as np
 import onnxruntime as ort
 import torch
 
@@ -29,7 +28,7 @@ class FusedForm(DecoderForm):
         # Ones up to each row's own length: GroupQueryAttention counts them to find where the row
         # ends, so rows of any lengths share a run.
         ends = run.lengths[:, None] + run.num_tokens
-        mask = (np.arange(run.max_length + run.num_tokens) < ends).astype(np.int64)
+        mask = self._runner.ones_below(ends, run.max_length + run.num_tokens)
         self._execute(binding, run, mask)
 
     def _binding(self, cache: KVCache, first_row: int, num_rows: int) -> ort.IOBinding:

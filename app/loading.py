@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from . import device_sampler
 from .arena import Arena, KVLimits, default_max_rows
 from .chat import ChatTemplate
 from .config import Settings
-from .engine import Engine, Observer
+from .engine import Engine, Model, Observer, Sampler
 from .errors import UnservableModel, WrongSetting
 from .grammar import Grammars
 from .graph import Graph
@@ -26,6 +27,7 @@ from .model import OnnxModel
 from .prefixes import MIN_SHARED
 from .probe import check_probe
 from .record import Probe, read_record
+from .sampler import sample
 from .scheduler import Scheduler
 from .text import TextCodec
 
@@ -61,7 +63,9 @@ def load(
     enter("reading the tokenizer")
     codec = TextCodec.load(folder)
     enter("loading weights")
-    model = OnnxModel.load(folder, settings.device, num_threads, graph)
+    model = OnnxModel.load(
+        folder, settings.device, num_threads, graph, settings.max_gpu_memory_bytes
+    )
     model.deterministic = settings.deterministic
     _check_fit(model, codec, settings)
     if probe is not None:
@@ -94,9 +98,11 @@ def load(
         "structured_output": grammars is not None,
         "versions": _versions(),
     }
+    run_model, sampler = _sampled(model)
     engine = Engine(
-        *(model, cache, scheduler, observer),
+        *(run_model, cache, scheduler, observer),
         num_threads=num_threads,
+        sampler=sampler,
         budget=budget.update,
         idle_seconds=settings.kv_idle_seconds,
     )
@@ -106,6 +112,13 @@ def load(
         grammars,
     )
     return engine, loaded
+
+
+def _sampled(model: OnnxModel) -> tuple[Model, Sampler]:
+    """On a GPU tokens are chosen where the logits are: a row is 128 kB, its token 8 bytes."""
+    if model.device.type == "cpu":
+        return model, sample
+    return device_sampler.DeviceModel(model), device_sampler.sample
 
 
 def _check_fit(model: OnnxModel, codec: TextCodec, settings: Settings) -> None:

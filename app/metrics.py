@@ -5,7 +5,8 @@ Names and bucket edges follow vLLM's (DESIGN 7), with our prefix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,6 +15,8 @@ from prometheus_client import (
     Histogram,
     disable_created_metrics,
 )
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from . import histogram as batched
 from .arena import KVUsage
@@ -32,6 +35,7 @@ _REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
     *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+_MODEL_LABELS = ("model", "precision", "form", "provider", "fallback")
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -67,6 +71,7 @@ class Metrics:
             "e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_BUCKETS
         )
         self._batch = histogram("batch_size", "Rows that run in a step.", _BATCH_BUCKETS)
+        registry.register(_ModelInfo(self))
         limit = gauge(
             "batch_limit", "Most rows that may run: fewer than at first where memory is short."
         )
@@ -169,6 +174,24 @@ class Metrics:
         self._engines = [each for each in self._engines if each is not engine]
 
 
+class _ModelInfo(Collector):
+    """The current model, as labels of a 1; no sample until one is loaded."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "phi_serve_model_info",
+            "The model that is served. fallback 1: on the CPU, though a GPU was wanted.",
+            labels=_MODEL_LABELS,
+        )
+        engine = self._metrics.current
+        if engine is not None and engine.model is not None:
+            family.add_metric([str(engine.model[label]) for label in _MODEL_LABELS], 1)
+        yield family
+
+
 class EngineMetrics:
     """The observer of one engine. While models are switched there are two: requests in their queues
     and batches add up, `batch_limit` and `usage` are those of the current one."""
@@ -176,7 +199,12 @@ class EngineMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self.num_waiting = self.num_running = self.batch_limit = 0
+        self.model: dict[str, Any] | None = None  # once loaded: a value for each of _MODEL_LABELS
         self.usage: KVUsage | None = None
+
+    def loaded(self, info: dict[str, Any]) -> None:
+        """The engine's model, as `/info` tells it."""
+        self.model = info | {"fallback": int(info["device_fallback"])}
 
     @property
     def usage_ratio(self) -> float:

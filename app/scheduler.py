@@ -109,7 +109,7 @@ class Scheduler:
         if preempted:
             moves += slots.close_gaps()
             _forget(preempted)
-        if slots.prefilling is None and self._waiting and slots.num_running < self._limit.value:
+        if slots.prefilling is None and self._waiting and self._has_free_row():
             moves += self._admit()
         resize = self._resize(moves)
         dequeued, self._dequeued = self._dequeued, []
@@ -202,17 +202,22 @@ class Scheduler:
         sequence.num_preemptions += 1
         self._waiting.put_back(sequence)
 
+    def _has_free_row(self) -> bool:
+        return self._slots.num_running < self._limit.value
+
     def _admit(self) -> list[Move]:
         """Takes up the next sequence, if there is one that is still wanted and if it fits. Until
         it does nobody overtakes it. The moves of what the cache has of its prompt."""
-        num_rows, longest = self._slots.num_running + 1, self._slots.longest
+        arena, num_rows = self.arena, self._slots.num_running + 1
+        longest = self._slots.longest
         while self._waiting:
             sequence = self._waiting.first()
             if sequence.ended_by is not None:  # `end` was not told yet
                 self._waiting.take()
                 self._end(sequence)
                 continue
-            if self.arena.fits(num_rows, max(longest, sequence.num_tokens + 1)):
+            # With some room, or it might be preempted before it is read.
+            if arena.fits(num_rows, max(longest, sequence.num_tokens + 1) + arena.limits.headroom):
                 return self._start(self._waiting.take())
             break
         return []

@@ -54,6 +54,7 @@ DEFAULTS: dict[str, Any] = {
     "log_format": "json",
     "max_queued_requests": 1024,
     "max_queued_tokens": 524_288,
+    "max_gpu_memory_bytes": 0,
     "kv_memory_share": 0.8,
     "kv_idle_seconds": 60,
     "prefix_cache": True,
@@ -110,6 +111,7 @@ RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
     "API_KEYS": (("ann:a", read_pairs("ann:a")), ("bob:b,zoe:c", read_pairs("bob:b,zoe:c"))),
     "API_KEYS_FILE": (("one.json", Path("one.json")), ("two.json", Path("two.json"))),
     "CORS_ORIGINS": (("*", ("*",)), ("http://a:1, https://b.c", ("http://a:1", "https://b.c"))),
+    "MAX_GPU_MEMORY_BYTES": (("1", 1), (str(1 << 50), 1 << 50)),
     **{name.upper(): ((str(low), low), (str(high), high)) for name, (low, high) in BOUNDS.items()},
 }
 # Without it the other is refused.
@@ -141,6 +143,7 @@ WRONG: dict[str, list[str]] = {
     "API_KEYS": ["secret", "ann:", ",", "ann:a,ann:b"],
     "API_KEYS_FILE": ["nowhere.json", "broken.json", "one"],
     "CORS_ORIGINS": ["a.example", "https://a/", "https://A.example", "*,https://a", ",", "null"],
+    "MAX_GPU_MEMORY_BYTES": ["8GB", "-1", str((1 << 50) + 1)],
     **{name.upper(): ["many", str(low - 1), str(high + 1)] for name, (low, high) in BOUNDS.items()},
 }
 WRONG_VALUES = [(variable, value) for variable, values in WRONG.items() for value in values]

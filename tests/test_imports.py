@@ -21,6 +21,7 @@ OWN: dict[str, set[str]] = {
     "direct": {"errors"},
     "edge_options": set(),
     "queue_options": {"edge_options"},
+    "device_options": {"edge_options"},
     "cache_options": {"edge_options"},
     "access": set(),
     "logs": set(),
@@ -48,8 +49,8 @@ OWN: dict[str, set[str]] = {
     "key_ring": {"keys"},
     "key_options": {"edge_options", "keys"},
     "config": {
-        *{"cache_options", "edge_options", "errors", "folder", "key_options", "keys", "record"},
-        "queue_options",
+        *{"cache_options", "device_options", "edge_options", "errors", "folder", "key_options"},
+        *{"keys", "queue_options", "record"},
     },
     "kv_cache": {"sequence"},
     "masks": {"sequence"},
@@ -60,17 +61,21 @@ OWN: dict[str, set[str]] = {
     "waiting": {"sequence"},
     "work": {"sequence"},
     "backlog": {"errors", "pace", "sequence", "work"},
+    "runner": set(),
+    "cuda": set(),
+    "session": {"cuda", "errors", "folder", "graph"},
+    "form": {"graph", "kv_cache", "runner"},
     "advances": {"repetition", "sequence"},
     "slots": {"prefixes", "sequence"},
     "prefixes": set(),
     "scheduler": {*{"advances", "arena", "batch_limit", "sampler", "sequence", "slots", "waiting"}},
-    "form": {"graph", "kv_cache"},
     "fused": {"form", "graph", "kv_cache"},
     "portable": {"errors", "form", "kv_cache"},
     "model": {
-        *{"context", "errors", "folder", "form", "fused", "graph", "kv_cache", "machine"},
-        *{"portable", "precision", "record", "sequence"},
+        *{"context", "form", "fused", "graph", "kv_cache", "machine"},
+        *{"portable", "precision", "record", "sequence", "session"},
     },
+    "device_sampler": {"kv_cache", "model", "sampler", "sequence"},
     "control": {"errors"},
     "plain": {"control"},
     "detokenizer": {"errors"},
@@ -129,7 +134,8 @@ OWN: dict[str, set[str]] = {
     "docs_page": {"http", "openapi"},
     "loading": {
         *{"arena", "chat", "config", "engine", "errors", "grammar", "graph", "kv_cache"},
-        *{"machine", "memory", "model", "prefixes", "probe", "record", "scheduler", "text"},
+        *{"device_sampler", "machine", "memory", "model", "prefixes", "probe", "record"},
+        *{"sampler", "scheduler", "text"},
     },
     "served": {
         *{"answer", "backlog", "bridge", "chat", "completion", "config", "departure", "engine"},
@@ -176,7 +182,10 @@ OWN: dict[str, set[str]] = {
 
 # third-party library -> the modules of app that are its door
 DOORS: dict[str, set[str]] = {
-    "click": {"cache_options", "config", "edge_options", "key_options", "queue_options"},
+    "click": {
+        *{"cache_options", "config", "device_options", "edge_options", "key_options"},
+        "queue_options",
+    },
     "flask": {
         *{"admin_api", "api", "cors", "docs_page", "edge", "generate_api", "guard", "http"},
         *{"openai_api", "ops_api"},
@@ -189,11 +198,11 @@ DOORS: dict[str, set[str]] = {
     "llguidance": {"grammar", "masks"},
     "numpy": {
         *{"candidates", "edits", "engine", "form", "fused", "grammar", "logprobs", "masks"},
-        *{"model", "portable", "prefixes", "probe", "sampler"},
+        *{"device_sampler", "model", "portable", "prefixes", "probe", "runner", "sampler"},
     },
     "onnx": {"attention", "external_data", "graph"},
-    "onnxruntime": {"form", "fused", "model"},
-    "optimum": {"model"},
+    "onnxruntime": {"cuda", "form", "fused", "model", "runner", "session"},
+    "optimum": {"session"},
     "orjson": {"connection", "http", "openai_replies", "passage", "protocol", "replies"},
     "prometheus_client": {"histogram", "metrics", "ops_api", "service"},
     "psutil": {"machine"},
@@ -204,7 +213,10 @@ DOORS: dict[str, set[str]] = {
     "pydantic_core": {"protocol"},
     "pythonjsonlogger": {"logs"},
     "tokenizers": {"detokenizer", "grammar", "plain", "text"},
-    "torch": {"form", "fused", "kv_cache", "model", "portable", "precision"},
+    "torch": {
+        *{"cuda", "device_sampler", "form", "fused", "kv_cache", "model", "portable", "precision"},
+        "runner",
+    },
     "transformers": {"ends", "text"},
     "werkzeug": {"api"},
 }
