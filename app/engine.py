@@ -90,7 +90,7 @@ class Engine:
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
         num_threads: int = 1,  # for masks, beside the model's
-        sampler: Sampler = sample,  # one that takes the model's logits
+        sampler: Sampler | None = None,  # one that takes the model's logits; None: `sample`
         budget: Callable[[int], int] | None = None,
         idle_seconds: float = 0.0,
     ) -> None:
@@ -103,7 +103,7 @@ class Engine:
         self._observer = observer
         self._clock = clock
         self._masks = MaskWorker(num_threads)
-        self._sample = sampler
+        self._sampler = sampler
         self.backlog = Backlog()  # hears of each step; the bridge puts its own here
         # In a row; apart, for a good prompt says nothing of a decode that always fails.
         self._num_failed = {"prefill": 0, "decode": 0}
@@ -190,7 +190,8 @@ class Engine:
             return sample(np.empty((0, 1), np.float32), [])
         self._masks.start(plan.sampled)  # they are filled while the model runs
         logits = self._forward(plan)
-        sampled = self._sample(logits, plan.sampled, self._masks.collect())
+        choose = self._sampler or sample
+        sampled = choose(logits, plan.sampled, self._masks.collect())
         if num_spoiled := int(np.count_nonzero(~sampled.is_finite)):
             log.error("logits are not finite in %d of %d rows", num_spoiled, len(plan.sampled))
             self._tell(self._observer.spoiled, num_spoiled)
