@@ -68,6 +68,7 @@ class Settings:
     max_queued_tokens: int
     kv_memory_share: float
     kv_idle_seconds: int
+    prefix_cache: bool
     max_gpu_memory_bytes: int
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None

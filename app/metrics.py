@@ -88,6 +88,12 @@ class Metrics:
         self._prompt = counter(
             "prompt_tokens_total", "Prompt tokens read, also once more after a preemption."
         )
+        self._queried = counter(
+            "prefix_cache_query_tokens_total", "Prompt tokens that the cache was asked for."
+        )
+        self._hits = counter(
+            "prefix_cache_hit_tokens_total", "Prompt tokens that it had, and that were not read."
+        )
         self._generated = counter("generation_tokens_total", "Tokens generated.")
         self._preemptions = counter(
             "num_preemptions_total",
@@ -119,6 +125,10 @@ class Metrics:
         self._batch.observe(plan.num_rows)
         if plan.prefill is not None:
             self._prompt.inc(len(plan.prefill.token_ids))
+            sequence = plan.prefill.sequence
+            if sequence.num_preemptions == 0 and plan.prefill.start == sequence.num_reused:
+                self._queried.inc(len(sequence.prompt_ids))
+                self._hits.inc(sequence.num_reused)
 
     def preempted(self, num_sequences: int) -> None:
         self._preemptions.inc(num_sequences)

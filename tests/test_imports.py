@@ -66,7 +66,8 @@ OWN: dict[str, set[str]] = {
     "session": {"cuda", "errors", "folder", "graph"},
     "form": {"graph", "kv_cache", "runner"},
     "advances": {"repetition", "sequence"},
-    "slots": {"sequence"},
+    "slots": {"prefixes", "sequence"},
+    "prefixes": set(),
     "scheduler": {*{"advances", "arena", "batch_limit", "sampler", "sequence", "slots", "waiting"}},
     "fused": {"form", "graph", "kv_cache"},
     "portable": {"errors", "form", "kv_cache"},
@@ -133,8 +134,8 @@ OWN: dict[str, set[str]] = {
     "docs_page": {"http", "openapi"},
     "loading": {
         *{"arena", "chat", "config", "engine", "errors", "grammar", "graph", "kv_cache"},
-        *{"device_sampler", "machine", "memory", "model", "probe", "record", "sampler"},
-        *{"scheduler", "text"},
+        *{"device_sampler", "machine", "memory", "model", "prefixes", "probe", "record"},
+        *{"sampler", "scheduler", "text"},
     },
     "served": {
         *{"answer", "backlog", "bridge", "chat", "completion", "config", "departure", "engine"},
@@ -197,7 +198,7 @@ DOORS: dict[str, set[str]] = {
     "llguidance": {"grammar", "masks"},
     "numpy": {
         *{"candidates", "edits", "engine", "form", "fused", "grammar", "logprobs", "masks"},
-        *{"device_sampler", "model", "portable", "probe", "runner", "sampler"},
+        *{"device_sampler", "model", "portable", "prefixes", "probe", "runner", "sampler"},
     },
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"cuda", "form", "fused", "model", "runner", "session"},
