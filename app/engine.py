@@ -43,6 +43,7 @@ class Observer(Protocol):
     """Hears what happens; never decides anything."""
 
     def stepped(self, plan: StepPlan) -> None: ...
+    def timed(self, model_seconds: float, step_seconds: float, work_seconds: float) -> None: ...
     def spoiled(self, num_rows: int) -> None: ...
     def advanced(self, sequences: list[Sequence], now: float) -> None: ...
     def finished(self, sequence: Sequence) -> None: ...
@@ -54,6 +55,7 @@ class Unobserved:
     """An observer that lets everything pass."""
 
     def stepped(self, plan: StepPlan) -> None: ...
+    def timed(self, model_seconds: float, step_seconds: float, work_seconds: float) -> None: ...
     def spoiled(self, num_rows: int) -> None: ...
     def advanced(self, sequences: list[Sequence], now: float) -> None: ...
     def finished(self, sequence: Sequence) -> None: ...
@@ -83,6 +85,8 @@ class Engine:
         # In a row; apart, for a good prompt says nothing of a decode that always fails.
         self._num_failed = {"prefill": 0, "decode": 0}
         self._is_tested = False  # by itself
+        self._model_seconds = 0.0  # of this step
+        self._left_at: float | None = None  # the end of the step before, if it left work
         self.num_steps = 0  # that ran something, well or not
         observer.limited(scheduler.batch_limit)
 
@@ -109,6 +113,7 @@ class Engine:
         A model that raises costs the sequences of that step an error, never the engine.
         """
         started_at = self._clock()
+        self._model_seconds = 0.0
         plan = self._scheduler.plan()
         self._tell(self.backlog.planned, plan)
         self.num_steps += not plan.is_empty
@@ -134,7 +139,11 @@ class Engine:
         if plan.is_empty:
             return sample(np.empty((0, 1), np.float32), [])
         self._masks.start(plan.sampled)  # they are filled while the model runs
-        logits = self._forward(plan)
+        asked_at = self._clock()
+        try:
+            logits = self._forward(plan)
+        finally:
+            self._model_seconds = self._clock() - asked_at
         sampled = sample(logits, plan.sampled, self._masks.collect())
         if num_spoiled := int(np.count_nonzero(~sampled.is_finite)):
             log.error("logits are not finite in %d of %d rows", num_spoiled, len(logits))
@@ -170,11 +179,15 @@ class Engine:
                 self._tell(self._observer.finished, advance.sequence)
                 if not self._is_tested:
                     self._tell(self.backlog.finished, advance.sequence)
+        scheduler = self._scheduler
         if not plan.is_empty:
             self._tell(self._observer.stepped, plan)
+            waited_at = started_at if self._left_at is None else self._left_at
+            times = (self._model_seconds, now - started_at, now - waited_at)
+            self._tell(self._observer.timed, *times)
             if not self._is_tested:
                 self._tell(self.backlog.stepped, plan, now - started_at)
-        scheduler = self._scheduler
+        self._left_at = None if scheduler.is_idle else now
         self._tell(self._observer.counted, scheduler.num_waiting, scheduler.num_running)
         self._tell(self._observer.limited, scheduler.batch_limit)
 

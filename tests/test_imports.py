@@ -84,7 +84,8 @@ OWN: dict[str, set[str]] = {
         *{"detokenizer", "errors", "lark", "masks", "schema", "tool_grammar", "tool_schemas"},
     },
     "histogram": set(),
-    "metrics": {"backlog", "histogram", "sequence"},
+    "busy": set(),
+    "metrics": {"backlog", "busy", "histogram", "sequence"},
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
     "off_hub": {"departure", "errors"},
