@@ -3,6 +3,7 @@
 # make setup   the virtual environment alone      make model   the default model alone
 # make lint    ruff and mypy                      make bench   measure a running server
 # make faults  every fault at every place: minutes
+# make baseline  first token, tokens/s and memory, plain against quantized: minutes
 
 PYTHON ?= python3
 DEVICE ?= auto
@@ -24,15 +25,16 @@ DEFAULT_MODEL := models/default/quantization.json
 export ORT_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test faults setup model lint bench clean
+.PHONY: run test faults setup model lint bench baseline clean
 .DELETE_ON_ERROR:
 
 # With MODEL_PATH=FOLDER that folder is served, and no default model is prepared.
 run: $(VENV)/.run-installed $(if $(MODEL_PATH),,$(DEFAULT_MODEL))
 	exec $(BIN)/python -m app
 
+# Two processes, each with whole files: what a file's tests share is made once.
 test: $(VENV)/.dev-installed $(DEFAULT_MODEL)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 faults: $(VENV)/.dev-installed
 	ALL_FAULTS=1 $(BIN)/python -m pytest tests/test_faults.py tests/test_faults_model.py
@@ -48,6 +50,12 @@ model: $(DEFAULT_MODEL)
 
 bench: $(VENV)/.run-installed
 	$(BIN)/python scripts/bench.py --url http://127.0.0.1:$(PORT) --concurrency 1,8,32
+
+# The tutorial's table, printed and written. What else it takes: BASELINE_OPTIONS="--repeats 1".
+baseline: $(VENV)/.run-installed $(DEFAULT_MODEL)
+	$(BIN)/python scripts/compare_baseline.py $(BASELINE_OPTIONS) \
+		--page docs/measurements/plain-against-quantized.md \
+		--json docs/measurements/plain-against-quantized.json
 
 # A stamp is written last, so an interrupted installation is taken up again.
 $(VENV)/.run-installed: requirements.txt $(RUNTIME) requirements-build.txt

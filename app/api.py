@@ -56,7 +56,7 @@ def create_app(service: Service) -> Flask:
 
     @app.get("/info")
     def info() -> Response:
-        told = {"version": VERSION} | service.current.model.info | _limits(service.settings)
+        told = {"version": VERSION} | service.current.info | _limits(service.settings)
         return json_response(told | {"loading": loading_folder(service)})
 
     return app

@@ -62,6 +62,7 @@ class Backlog:
         self._shares = Shares({})
         self._shares_at = 0.0
         self._plan: StepPlan | None = None
+        self._preempted: list[Sequence] = []  # wait again; not in the queue's numbers
         self._listing = 0  # its number; a sequence has it, and the Work in front of it
         self._num_listed = 0
         self._listed_at = -_LISTED_SECONDS
@@ -205,6 +206,7 @@ class Backlog:
         if plan is None:
             return _Running(1, Work(), 0)
         sequences = [*plan.decode, *([plan.prefill.sequence] if plan.prefill else [])]
+        sequences += [each for each in self._preempted if each.status is Status.WAITING]
         works = [self._work(sequence) for sequence in sequences if not sequence.is_finished]
         first = min((work.row_steps for work in works), default=0.0)
         return _Running(plan.rows_per_run, sum(works, Work()), first)
@@ -232,7 +234,11 @@ class Backlog:
 
     def planned(self, plan: StepPlan) -> None:
         """A step begins; what it takes out of the queue waits no more."""
-        self._plan = replace(plan, dequeued=[])  # one that has ended is not to be kept for it
+        if plan.preempted or self._preempted:
+            preempted = dict.fromkeys([*self._preempted, *plan.preempted])
+            self._preempted = [each for each in preempted if each.status is Status.WAITING]
+        # One that has ended is not to be kept for it.
+        self._plan = replace(plan, dequeued=[], preempted=[])
         for sequence in plan.dequeued:
             line = self._lines.get(sequence.owner)
             if line is not None:  # it has come through the hub

@@ -10,8 +10,13 @@ class BatchLimit:
 
     def __init__(self, max_rows: int) -> None:
         self.value = max_rows
-        self._max_rows = max_rows
+        self.max_rows = max_rows
         self._num_good_steps = 0
+
+    @property
+    def why(self) -> str:
+        """What `value` comes from."""
+        return "out of memory" if self.value < self.max_rows else "cap"
 
     def halve(self, num_rows: int) -> None:
         """A step of `num_rows` rows found no memory."""
@@ -20,7 +25,7 @@ class BatchLimit:
 
     def recover(self) -> None:
         """A step has succeeded."""
-        if self.value == self._max_rows:
+        if self.value == self.max_rows:
             return
         self._num_good_steps += 1
         if self._num_good_steps == _STEPS_PER_ROW:

@@ -351,16 +351,18 @@ class Bridge:
 
     def _wait(self, engine: Engine) -> Sequence | _Ended | None:
         """What comes next; Empty after a self-test, for without requests nothing else would show
-        that the model works, or works again. It is a step of one token: nobody waits longer."""
+        that the model works, or works again. It is a step of one token: nobody waits longer. Empty,
+        too, where memory was given back."""
         self.pulse.rest()
+        timeout = _RETEST_SECONDS if engine.has_failed else _IDLE_TEST_SECONDS
+        rest_in = engine.seconds_to_rest
+        is_rest_due = rest_in is not None and rest_in <= timeout
         try:
-            return self._inbox.get(
-                timeout=_RETEST_SECONDS if engine.has_failed else _IDLE_TEST_SECONDS
-            )
+            return self._inbox.get(timeout=rest_in if is_rest_due else timeout)
         except queue.Empty:
             self.pulse.beat()
             with suppress(RuntimeError):
-                engine.self_test()
+                engine.rest() if is_rest_due else engine.self_test()
             raise
         finally:
             self.pulse.beat()

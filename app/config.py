@@ -13,6 +13,8 @@ from typing import Any
 
 import click
 
+from .cache_options import CACHE_OPTIONS
+from .device_options import DEVICE_OPTIONS
 from .edge_options import EDGE_OPTIONS
 from .errors import UnservableModel, WrongSetting
 from .folder import find_graph, read_context_length
@@ -65,6 +67,10 @@ class Settings:
     log_format: str
     max_queued_requests: int
     max_queued_tokens: int
+    kv_memory_share: float
+    kv_idle_seconds: int
+    prefix_cache: bool
+    max_gpu_memory_bytes: int
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
     cors_origins: tuple[str, ...]
@@ -229,9 +235,10 @@ OPTIONS: list[click.Parameter] = [
     _option(
         "--max-batch-size",
         "max_batch_size",
-        "Most requests that run together; fewer if the KV cache would not fit in memory.",
-        type=click.IntRange(1, 1024),
-        default=32,
+        "Most requests that run together; fewer while the KV cache would not fit in memory. 0: one "
+        "for each GiB that is free once the model is loaded, from 4 to 32.",
+        type=click.IntRange(0, 1024),
+        default=0,
     ),
     _option(
         "--max-model-len",
@@ -325,6 +332,8 @@ OPTIONS: list[click.Parameter] = [
     ),
     *EDGE_OPTIONS,
     *QUEUE_OPTIONS,
+    *CACHE_OPTIONS,
+    *DEVICE_OPTIONS,
     *KEY_OPTIONS,
 ]
 

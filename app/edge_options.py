@@ -12,7 +12,7 @@ import click
 _DAY_MS = 86_400_000
 
 
-def option(name: str, help_: str, default: int | str, **attributes: Any) -> click.Option:
+def option(name: str, help_: str, default: float | str, **attributes: Any) -> click.Option:
     """With the flag and the variable that its name asks for."""
     return click.Option(
         [f"--{name.replace('_', '-')}", name],

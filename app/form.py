@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from .graph import Graph
 from .kv_cache import KVCache
+from .runner import Mask, runner_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class DecoderForm(ABC):
         self._session = session
         self._graph = graph
         self._device = device
+        self._runner = runner_of(session, device)
         self._all_logits = torch.empty(0)
 
     @abstractmethod
@@ -72,23 +74,17 @@ class DecoderForm(ABC):
             tensor.data_ptr(),
         )
 
-    def _execute(self, binding: ort.IOBinding, run: Run, mask: NDArray[np.int64]) -> None:
+    def _execute(self, binding: ort.IOBinding, run: Run, mask: Mask) -> None:
         """Binds all but the cache, and runs."""
-        graph = self._graph
-        binding.bind_cpu_input(graph.input_ids, run.ids)
-        binding.bind_cpu_input(graph.attention_mask, mask)
+        graph, runner = self._graph, self._runner
+        runner.feed(binding, graph.input_ids, run.ids)
+        runner.feed(binding, graph.attention_mask, mask)
         if graph.position_ids is not None:
             positions = run.lengths[:, None] + np.arange(run.num_tokens)  # (rows, tokens)
-            binding.bind_cpu_input(graph.position_ids, positions)
+            runner.feed(binding, graph.position_ids, positions)
         logits = self._logits_of(run)
         binding.bind_output(graph.logits, *self._place(logits, graph.logits_type))
-        # ONNX Runtime has a CUDA stream of its own: what torch has queued on another (moved rows)
-        # must be there first, and the logits before they are read.
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
-        self._session.run_with_iobinding(binding)
-        if self._device.type == "cuda":
-            binding.synchronize_outputs()
+        runner.run(binding)
         if logits.shape[1] > 1:
             run.logits.copy_(logits[:, -1])
 

@@ -7,7 +7,6 @@ row by its offset.
 
 from __future__ import annotations
 
-import numpy as np
 import onnxruntime as ort
 import torch
 
@@ -22,20 +21,21 @@ class FusedForm(DecoderForm):
     def __init__(self, session: ort.InferenceSession, graph: Graph, device: torch.device) -> None:
         super().__init__(session, graph, device)
         self._bindings: dict[tuple[int, int], ort.IOBinding] = {}
-        self._bound_cache: KVCache | None = None
+        self._bound: tuple[KVCache, int] | None = None
 
     def run(self, cache: KVCache, run: Run) -> None:
         binding = self._binding(cache, run.first_row, run.num_rows)
         # Ones up to each row's own length: GroupQueryAttention counts them to find where the row
         # ends, so rows of any lengths share a run.
         ends = run.lengths[:, None] + run.num_tokens
-        mask = (np.arange(run.max_length + run.num_tokens) < ends).astype(np.int64)
+        mask = self._runner.ones_below(ends, run.max_length + run.num_tokens)
         self._execute(binding, run, mask)
 
     def _binding(self, cache: KVCache, first_row: int, num_rows: int) -> ort.IOBinding:
-        """Past and present of these rows bound to the cache; made once per pair of numbers."""
-        if cache is not self._bound_cache:
-            self._bound_cache = cache
+        """Past and present of these rows bound to the cache; made once per pair of numbers, as
+        long as the cache lies where it does."""
+        if self._bound != (cache, cache.version):
+            self._bound = (cache, cache.version)
             self._bindings.clear()
         found = self._bindings.get((first_row, num_rows))
         if found is not None:

@@ -1,7 +1,6 @@
-"""The KV cache: how many rows fit (`KVBudget`, integers) and the rows themselves (`KVCache`).
+"""The KV cache: keys and values of all layers, in slots that become more or longer.
 
-Fixed size for now: `num_rows` rows of `max_len` tokens. Which sequence lies in which row is the
-scheduler's business.
+Which sequence lies in which slot is the scheduler's business, and so is how large the cache is.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .sequence import Move
+from .sequence import Move, Resize
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,42 +31,82 @@ class KVShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class KVBudget:
-    """How many rows of `bytes_per_row` fit in `num_bytes`, `max_rows` at the most."""
-
-    num_bytes: int
-    bytes_per_row: int
-    max_rows: int
-
-    @property
-    def num_rows(self) -> int:
-        return min(self.max_rows, self.num_bytes // self.bytes_per_row)
-
-
 class KVCache:
-    """Keys and values of all layers, each `(num_rows, kv_heads, max_len, head_dim)`.
+    """Keys and values of all layers, each `(num_slots, kv_heads, max_len, head_dim)`.
 
-    A row is filled from position 0; what lies behind its filled part is never read.
+    A slot is filled from position 0; what lies behind its filled part is never read. `version` is
+    another one once the layers lie elsewhere.
     """
 
-    def __init__(self, shape: KVShape, num_rows: int, max_len: int, device: torch.device) -> None:
-        self.num_rows = num_rows
+    def __init__(self, shape: KVShape, num_slots: int, max_len: int, device: torch.device) -> None:
+        self._shape = shape
+        self._device = device
+        self.num_slots = num_slots
         self.max_len = max_len
-        dims = (num_rows, shape.num_kv_heads, max_len, shape.head_dim)
-        self.layers = [  # keys and values of layer 0, of layer 1, ...
-            _zeros(dims, shape.dtype, device) for _ in range(2 * shape.num_layers)
-        ]
+        self.version = 0
+        # Keys and values of layer 0, of layer 1, ...
+        self.layers = [self._new_layer() for _ in range(2 * shape.num_layers)]
+
+    @property
+    def is_lazy(self) -> bool:
+        """Memory is taken as tokens are written, not before."""
+        return is_lazy(self._device)
+
+    def bytes_held(self, num_written: int) -> int:
+        """Memory that it takes, if so many tokens have been written since it got its size."""
+        num_tokens = num_written if self.is_lazy else self.num_slots * self.max_len
+        return num_tokens * self._shape.bytes_per_token
 
     def apply(self, moves: Ordered[Move]) -> None:
         for move in moves:
             for layer in self.layers:
-                filled = layer[move.source, :, : move.num_tokens]
-                layer[move.target, :, : move.num_tokens].copy_(filled)
+                source, target = layer[move.source], layer[move.target]
+                back = target[:, : move.num_back].clone() if move.num_back else None
+                target[:, : move.num_tokens].copy_(source[:, : move.num_tokens])
+                if back is not None:
+                    source[:, : move.num_back].copy_(back)
+
+    def resize(self, resize: Resize) -> None:
+        """Layer by layer, so that no more than one is there twice. If memory runs out, all is lost:
+        the cache then has no slot."""
+        self.num_slots, self.max_len = resize.num_slots, resize.max_len
+        self.version += 1
+        try:
+            for index in range(len(self.layers)):
+                self._renew(index, resize.filled)
+        except BaseException:
+            self.num_slots = self.max_len = 0
+            self.layers = [layer.new_empty(0) for layer in self.layers]
+            raise
+        finally:
+            self._give_back()
+
+    def _renew(self, index: int, filled: list[int]) -> None:
+        old, new = self.layers[index], self._new_layer()
+        for slot, num_tokens in enumerate(filled):
+            if num_tokens:
+                new[slot, :, :num_tokens].copy_(old[slot, :, :num_tokens])
+        self.layers[index] = new
+        del old
+        self._give_back()
+
+    def _new_layer(self) -> torch.Tensor:
+        shape = self._shape
+        dims = (self.num_slots, shape.num_kv_heads, self.max_len, shape.head_dim)
+        return _zeros(dims, shape.dtype, self._device)
+
+    def _give_back(self) -> None:
+        """torch keeps what is freed on a GPU, for itself and in pieces of the old size."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def is_lazy(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def _zeros(dims: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
+    if not is_lazy(device):
         return torch.zeros(dims, dtype=dtype, device=device)
     # Anonymous memory costs nothing until a token is written to it, by pages of 4 KiB. Huge pages
     # would undo that: the first token of a row touches each head's part, and with a context of 8k

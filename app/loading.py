@@ -12,23 +12,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from . import device_sampler
+from .arena import Arena, KVLimits, default_max_rows
 from .chat import ChatTemplate
 from .config import Settings
-from .engine import Engine, Observer
+from .engine import Engine, Model, Observer, Sampler
 from .errors import UnservableModel, WrongSetting
 from .grammar import Grammars
 from .graph import Graph
-from .kv_cache import KVBudget, KVCache
+from .kv_cache import KVCache, is_lazy
 from .machine import available_cpus
+from .memory import MemoryBudget
 from .model import OnnxModel
+from .prefixes import MIN_SHARED
 from .probe import check_probe
 from .record import Probe, read_record
+from .sampler import sample
 from .scheduler import Scheduler
 from .text import TextCodec
 
 log = logging.getLogger(__name__)
 
-_KV_MEMORY_SHARE = 0.8  # of what is free once the weights are loaded; the rest is workspace
+_FIRST_LEN = 256  # tokens: the smallest bucket of a slot's length
+_FIRST_LAZY_LEN = 1024
 _SHOWN_VERSIONS = ("onnxruntime", "onnxruntime-gpu", "optimum-onnx", "torch", "transformers")
 
 
@@ -57,7 +63,9 @@ def load(
     enter("reading the tokenizer")
     codec = TextCodec.load(folder)
     enter("loading weights")
-    model = OnnxModel.load(folder, settings.device, num_threads, graph)
+    model = OnnxModel.load(
+        folder, settings.device, num_threads, graph, settings.max_gpu_memory_bytes
+    )
     model.deterministic = settings.deterministic
     _check_fit(model, codec, settings)
     if probe is not None:
@@ -65,8 +73,15 @@ def load(
         _run_probe(probe, model)
     eos_ids = _known_eos_ids(codec, model.spec.vocab_size)
     enter("preparing to serve")
-    cache = _make_cache(model, settings)
-    scheduler = Scheduler(cache.num_rows, cache.max_len, settings.prefill_chunk, eos_ids)
+    budget = MemoryBudget(model.free_memory, settings.kv_memory_share)
+    arena = _make_arena(model, settings, budget.update(0))
+    cache = KVCache(model.spec.kv, *arena.size, model.device)
+    max_rows, max_len = arena.limits.max_rows, arena.limits.max_len
+    scheduler = Scheduler(
+        *(max_rows, max_len, settings.prefill_chunk, eos_ids, arena),
+        is_exact=model.deterministic,
+        min_shared=MIN_SHARED if settings.prefix_cache and not model.deterministic else None,
+    )
     chat = ChatTemplate(codec)
     grammars = _make_grammars(codec, model.spec.vocab_size, eos_ids)
     info = model.describe(folder) | {
@@ -74,22 +89,36 @@ def load(
         "probe": "none" if probe is None else "passed",
         "threads": num_threads,
         "deterministic": model.deterministic,
-        "max_batch_size": cache.num_rows,
-        "max_model_len": cache.max_len,
+        "max_batch_size": max_rows,
+        "max_model_len": max_len,
         "prefill_chunk": settings.prefill_chunk,
+        "prefix_cache": settings.prefix_cache and not model.deterministic,
         "eos_token_ids": sorted(eos_ids),
         **chat.describe(),
         "structured_output": grammars is not None,
-        "kv_cache_bytes": cache.num_rows * cache.max_len * model.spec.kv.bytes_per_token,
         "versions": _versions(),
     }
-    engine = Engine(model, cache, scheduler, observer, num_threads=num_threads)
+    run_model, sampler = _sampled(model)
+    engine = Engine(
+        *(run_model, cache, scheduler, observer),
+        num_threads=num_threads,
+        sampler=sampler,
+        budget=budget.update,
+        idle_seconds=settings.kv_idle_seconds,
+    )
     created_at = int(model.graph.path.stat().st_mtime)
     loaded = LoadedModel(
-        *(info["model"], codec, cache.max_len, model.spec.vocab_size, created_at, info, chat),
+        *(info["model"], codec, max_len, model.spec.vocab_size, created_at, info, chat),
         grammars,
     )
     return engine, loaded
+
+
+def _sampled(model: OnnxModel) -> tuple[Model, Sampler]:
+    """On a GPU tokens are chosen where the logits are: a row is 128 kB, its token 8 bytes."""
+    if model.device.type == "cpu":
+        return model, sample
+    return device_sampler.DeviceModel(model), device_sampler.sample
 
 
 def _check_fit(model: OnnxModel, codec: TextCodec, settings: Settings) -> None:
@@ -133,24 +162,28 @@ def _run_probe(probe: Probe, model: OnnxModel) -> None:
     check_probe(probe, model, model.spec.vocab_size, cache)
 
 
-def _make_cache(model: OnnxModel, settings: Settings) -> KVCache:
-    """As many rows as memory has room for; raises WrongSetting if that is not one."""
+def _make_arena(model: OnnxModel, settings: Settings, usable: int) -> Arena:
+    """`usable` bytes can be had; raises WrongSetting if one row takes more at its full length."""
     max_len = settings.max_model_len or model.context_length
-    usable = int(_KV_MEMORY_SHARE * model.free_memory())
-    chunk = model.bytes_of_chunk(min(settings.prefill_chunk, max_len))
-    budget = KVBudget(
-        num_bytes=usable - chunk,
-        bytes_per_row=max_len * model.bytes_per_token + model.bytes_per_row,
-        max_rows=settings.max_batch_size,
+    lazy = is_lazy(model.device)
+    limits = KVLimits(
+        max_rows=settings.max_batch_size or default_max_rows(model.free_memory()),
+        max_len=max_len,
+        first_len=min(max_len, _FIRST_LAZY_LEN if lazy else _FIRST_LEN),
+        bytes_per_token=model.bytes_per_token,
+        bytes_per_row=model.bytes_per_row,
+        fixed_bytes=model.bytes_of_chunk(min(settings.prefill_chunk, max_len)),
+        is_lazy=lazy,
     )
-    if budget.num_rows < 1:
+    if limits.num_bytes(1, max_len) > usable:
+        chunk = limits.fixed_bytes
         logits = f", the logits of PREFILL_CHUNK={settings.prefill_chunk} {chunk:,}"
         raise WrongSetting(
-            f"one request of {max_len} tokens takes {budget.bytes_per_row:,} bytes while it runs"
-            f"{logits if chunk else ''}, and {usable:,} can be had: lower MAX_MODEL_LEN"
-            f"{' or PREFILL_CHUNK' if chunk else ''}"
+            f"one request of {max_len} tokens takes {limits.num_bytes(1, max_len) - chunk:,} bytes "
+            f"while it runs{logits if chunk else ''}, and {usable:,} can be had: lower "
+            f"MAX_MODEL_LEN{' or PREFILL_CHUNK' if chunk else ''}"
         )
-    return KVCache(model.spec.kv, budget.num_rows, max_len, model.device)
+    return Arena(limits, usable)
 
 
 def _versions() -> dict[str, str]:

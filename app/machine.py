@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,16 @@ CPUINFO = Path("/proc/cpuinfo")
 # OpenMP's (torch), its BLAS libraries', and that of Rust's pool (tokenizers, llguidance).
 _THREAD_VARIABLES = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"),
+)
+# Of the cgroup: limit, what is used, and in which file and line what of that are old files.
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
 )
 # On which the choice of int8 kernels depends; the last two are Arm's.
 _INT8_FEATURES = ("avx2", "avx_vnni", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
@@ -39,22 +50,26 @@ def limit_threads(num_threads: int) -> None:
 def available_memory(cgroup: Path = CGROUP) -> int:
     """Bytes that this process could still take: what the host has free, within the cgroup's
     limit."""
-    free = psutil.virtual_memory().available
-    for limit_file, used_file, stat_file, cache in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):
-        limit, used = _number(cgroup / limit_file), _number(cgroup / used_file)
-        if limit is not None and used is not None:
-            # Files read long ago count as used, but make room at once.
-            used -= _statistic(cgroup / stat_file, cache)
-            free = min(free, max(0, limit - used))
-    return free
+    return memory_reader(cgroup)()
+
+
+def memory_reader(cgroup: Path = CGROUP) -> Callable[[], int]:
+    """`available_memory`, to be asked again and again. Raises OSError or ValueError once a file of
+    the cgroup that was there at first is not: the host's memory is not this process's to take."""
+    versions = [files for files in _MEMORY_FILES if (cgroup / files[0]).is_file()]
+
+    def read() -> int:
+        free = psutil.virtual_memory().available
+        for limit_file, used_file, stat_file, cache in versions:
+            limit = (cgroup / limit_file).read_text().strip()
+            if limit != "max":
+                # Files read long ago count as used, but make room at once.
+                used = int((cgroup / used_file).read_text())
+                used -= _statistic(cgroup / stat_file, cache)
+                free = min(free, max(0, int(limit) - used))
+        return free
+
+    return read
 
 
 def cpu_features(cpuinfo: Path = CPUINFO) -> list[str]:

@@ -6,7 +6,8 @@ Names and bucket edges follow vLLM's (DESIGN 7), with our prefix.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,8 +16,11 @@ from prometheus_client import (
     Histogram,
     disable_created_metrics,
 )
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from . import histogram as batched
+from .arena import KVUsage
 from .backlog import Backlog
 from .busy import BusyRatio
 from .sequence import Sequence, StepPlan
@@ -33,6 +37,7 @@ _REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
     *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+_MODEL_LABELS = ("model", "precision", "form", "provider", "fallback")
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -75,8 +80,9 @@ class Metrics:
             "e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_BUCKETS
         )
         self._batch = histogram("batch_size", "Rows that run in a step.", _BATCH_BUCKETS)
+        registry.register(_ModelInfo(self))
         limit = gauge(
-            "batch_limit", "Most rows that may run: fewer for a while after memory ran out."
+            "batch_limit", "Most rows that may run: fewer than at first where memory is short."
         )
         limit.set_function(lambda: self.current.batch_limit if self.current else 0)
         running = gauge("num_requests_running", "Requests in the batch.")
@@ -94,8 +100,22 @@ class Metrics:
         self._wait = gauge(
             "estimated_wait_seconds", "Expected in the queue, for a request that comes now."
         )
-        self._prompt = counter("prompt_tokens_total", "Prompt tokens read.")
+        self._prompt = counter(
+            "prompt_tokens_total", "Prompt tokens read, also once more after a preemption."
+        )
+        self._queried = counter(
+            "prefix_cache_query_tokens_total", "Prompt tokens that the cache was asked for."
+        )
+        self._hits = counter(
+            "prefix_cache_hit_tokens_total", "Prompt tokens that it had, and that were not read."
+        )
         self._generated = counter("generation_tokens_total", "Tokens generated.")
+        self._preemptions = counter(
+            "num_preemptions_total",
+            "Running requests that had to make room for older ones, and are read again later.",
+        )
+        usage = gauge("kv_cache_usage_ratio", "Cached tokens of running requests, of the budget.")
+        usage.set_function(lambda: self.current.usage_ratio if self.current else 0)
         self._success = counter(
             "request_success_total",
             "Choices (of a request, n) ended by the engine.",
@@ -120,6 +140,13 @@ class Metrics:
         self._batch.observe(plan.num_rows)
         if plan.prefill is not None:
             self._prompt.inc(len(plan.prefill.token_ids))
+            sequence = plan.prefill.sequence
+            if sequence.num_preemptions == 0 and plan.prefill.start == sequence.num_reused:
+                self._queried.inc(len(sequence.prompt_ids))
+                self._hits.inc(sequence.num_reused)
+
+    def preempted(self, num_sequences: int) -> None:
+        self._preemptions.inc(num_sequences)
 
     def _busy_ratio(self) -> float:
         sums = [engine.busy.sums() for engine in self._engines]
@@ -171,14 +198,45 @@ class Metrics:
         self._engines = [each for each in self._engines if each is not engine]
 
 
+class _ModelInfo(Collector):
+    """The current model, as labels of a 1; no sample until one is loaded."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "phi_serve_model_info",
+            "The model that is served. fallback 1: on the CPU, though a GPU was wanted.",
+            labels=_MODEL_LABELS,
+        )
+        engine = self._metrics.current
+        if engine is not None and engine.model is not None:
+            family.add_metric([str(engine.model[label]) for label in _MODEL_LABELS], 1)
+        yield family
+
+
 class EngineMetrics:
     """The observer of one engine. While models are switched there are two: requests in their queues
-    and batches add up, `batch_limit` is that of the current one."""
+    and batches add up, `batch_limit` and `usage` are those of the current one."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
         self.busy = BusyRatio(clock)
         self.num_waiting = self.num_running = self.batch_limit = 0
+        self.model: dict[str, Any] | None = None  # once loaded: a value for each of _MODEL_LABELS
+        self.usage: KVUsage | None = None
+
+    def loaded(self, info: dict[str, Any]) -> None:
+        """The engine's model, as `/info` tells it."""
+        self.model = info | {"fallback": int(info["device_fallback"])}
+
+    @property
+    def usage_ratio(self) -> float:
+        return self.usage.ratio if self.usage is not None else 0.0
+
+    def preempted(self, num_sequences: int) -> None:
+        self._metrics.preempted(num_sequences)
 
     def stepped(self, plan: StepPlan) -> None:
         self._metrics.stepped(plan)
@@ -201,3 +259,6 @@ class EngineMetrics:
 
     def limited(self, batch_limit: int) -> None:
         self.batch_limit = batch_limit
+
+    def held(self, usage: KVUsage) -> None:
+        self.usage = usage

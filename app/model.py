@@ -15,20 +15,18 @@ import numpy as np
 import onnxruntime as ort
 import torch
 from numpy.typing import NDArray
-from optimum.onnxruntime import ORTModelForCausalLM
 
 from .context import context_warnings, served_context, window_warnings
-from .errors import UnservableModel, WrongSetting
-from .folder import CONFIG_FILE
 from .form import DecoderForm, Run
 from .fused import FusedForm
 from .graph import Graph, read_graph
 from .kv_cache import KVCache, KVShape
-from .machine import available_memory
+from .machine import memory_reader
 from .portable import PortableForm
 from .precision import find_mismatch
 from .record import read_record
 from .sequence import StepPlan
+from .session import open_session
 
 log = logging.getLogger(__name__)
 
@@ -57,34 +55,43 @@ class OnnxModel:
         self.context_length = context_length
         self.spec = _spec(graph)
         self.provider = session.get_providers()[0]  # what was really obtained
+        self.is_fallback = False  # from a GPU that should have been there
         self.warnings: list[str] = []
         self.device = torch.device("cuda" if "CUDA" in self.provider else "cpu")
         self.mismatch = find_mismatch(
             self.device, graph.form, self.spec.kv.dtype, self.spec.logits_dtype
         )
         self.deterministic = False
+        self._read_memory = memory_reader()
         self._form = _FORMS[graph.form](session, graph, self.device)
-        self._bound_cache: KVCache | None = None
         self._logits = torch.empty(0)
 
     @classmethod
     def load(
-        cls, folder: Path, device: str, num_threads: int, graph: Graph | None = None
+        cls,
+        folder: Path,
+        device: str,
+        num_threads: int,
+        graph: Graph | None = None,
+        max_gpu_bytes: int = 0,
     ) -> OnnxModel:
         """Loads `folder` on `device` ("auto", "cpu" or "cuda"); `graph` if it was read already.
+
+        On CUDA this thread must be the one that runs the model: its stream is made here.
 
         Raises UnservableModel for a graph that cannot be served correctly, WrongSetting when
         "cuda" was asked for and the session is not on it.
         """
         graph = graph or read_graph(folder)
         context_length = served_context(folder, graph)
-        provider = _choose_provider(device)
         torch.set_num_threads(num_threads)  # torch copies rows, in this thread
-        session = _open(folder, graph, provider, num_threads)
-        model = cls(session, graph, context_length)
-        model.warnings = provider_warnings(provider, model.provider)
-        if device == "cuda" and model.device.type != "cuda":
-            raise WrongSetting(f"DEVICE=cuda: {model.warnings[0]}")
+        opened = open_session(folder, graph, device, num_threads, max_gpu_bytes)
+        model = cls(opened.session, graph, context_length)
+        if opened.memory is not None:
+            model._read_memory = opened.memory.free
+        if opened.fallback is not None:
+            model.is_fallback = True
+            model.warnings.append(f"served on the CPU: {opened.fallback}")
         model._form.check()
         model.warnings += context_warnings(folder, context_length)
         model.warnings += window_warnings(folder, graph, context_length)
@@ -110,10 +117,8 @@ class OnnxModel:
         return num_tokens * self.bytes_per_row
 
     def free_memory(self) -> int:
-        """Bytes that the device could still hand out."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.mem_get_info()[0])
-        return available_memory()
+        """Bytes that the device could still hand out. Raises what CUDA or the cgroup's files do."""
+        return self._read_memory()
 
     def describe(self, folder: Path) -> dict[str, Any]:
         """What is served, for `/info`: from the folder's record, and from the session itself."""
@@ -126,6 +131,7 @@ class OnnxModel:
             "graph_file": self.graph.path.name,
             "provider": self.provider,
             "device": self.device.type,
+            "device_fallback": self.is_fallback,
             "warnings": self.warnings,
             "context_length": self.context_length,
             "vocab_size": self.spec.vocab_size,
@@ -135,6 +141,11 @@ class OnnxModel:
     def forward(self, plan: StepPlan, cache: KVCache) -> NDArray[np.float32]:
         """Runs prefill, then decode; logits `(len(plan.sampled), vocab)`, valid until the next
         call."""
+        return self.forward_there(plan, cache).float().numpy(force=True)
+
+    def forward_there(self, plan: StepPlan, cache: KVCache) -> torch.Tensor:
+        """Likewise, but the logits stay on the device, in the graph's type, and on CUDA nobody has
+        waited for them."""
         self._size_logits(cache)
         num_decode = len(plan.decode)
         if plan.prefill is not None:
@@ -149,27 +160,16 @@ class OnnxModel:
             for first in range(0, num_decode, rows_per_run):
                 rows = slice(first, min(first + rows_per_run, num_decode))
                 self._form.run(cache, Run(first, ids[rows], lengths[rows], self._logits[rows]))
-        return self._logits[: len(plan.sampled)].float().numpy(force=True)
+        return self._logits[: len(plan.sampled)]
 
     def _size_logits(self, cache: KVCache) -> None:
-        if cache is self._bound_cache:
+        if len(self._logits) == cache.num_slots:
             return
-        self._bound_cache = cache
         self._logits = torch.empty(
-            (cache.num_rows, self.spec.vocab_size),
+            (cache.num_slots, self.spec.vocab_size),
             dtype=self.spec.logits_dtype,
             device=self.device,
         )
-
-
-def provider_warnings(asked: str, obtained: str) -> list[str]:
-    """What an operator should know of where the graph really runs."""
-    if asked != obtained:
-        return [
-            f"the session runs on {obtained} although {asked} is installed: its libraries (CUDA, "
-            "cuDNN) do not load, or there is no GPU"
-        ]
-    return []
 
 
 def _spec(graph: Graph) -> GraphSpec:
@@ -179,39 +179,3 @@ def _spec(graph: Graph) -> GraphSpec:
         graph.vocab_size,
         getattr(torch, graph.logits_type),
     )
-
-
-def _choose_provider(device: str) -> str:
-    available = ort.get_available_providers()
-    provider = "CPUExecutionProvider"
-    if device == "cuda" or (device == "auto" and "CUDAExecutionProvider" in available):
-        provider = "CUDAExecutionProvider"
-    if provider not in available:
-        raise WrongSetting(
-            f"DEVICE={device}: this onnxruntime has no {provider} (it has "
-            f"{', '.join(available)}); install requirements-gpu.txt"
-        )
-    return provider
-
-
-def _open(folder: Path, graph: Graph, provider: str, num_threads: int) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = num_threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    # optimum takes a graph without position_ids for an old export; GroupQueryAttention derives each
-    # row's positions itself, and a portable graph is put to the proof.
-    logging.getLogger("optimum.onnxruntime.modeling_decoder").setLevel(logging.ERROR)
-    try:
-        if not (folder / CONFIG_FILE).is_file():
-            # ONNX Runtime GenAI's layout: optimum asks for a config.json that is not there.
-            return ort.InferenceSession(graph.path, options, providers=[provider])
-        return ORTModelForCausalLM.from_pretrained(
-            folder,
-            file_name=graph.path.name,
-            provider=provider,
-            session_options=options,
-            local_files_only=True,
-        ).session
-    except Exception as error:
-        raise UnservableModel(f"{folder} cannot be loaded: {error}") from error

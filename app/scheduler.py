@@ -2,9 +2,9 @@
 
 The policy, whole: every running sequence decodes in every step, for an open stream must not wait;
 beside them at most one prompt is read, a chunk per step. The next one of the queue is taken up when
-a row of the cache is free. Rows are contiguous from 0, decoding sequences first and the one that is
-reading its prompt behind them: when a row leaves, the last decoding row takes its place and the
-prefill closes up.
+it fits in the budget with all that run (`arena.py`). Where those outgrow it, the youngest is
+preempted: it waits again, first of its owner's, and reads prompt and answer anew later. A single
+row always may run. Which row is whose: `slots.py`.
 """
 
 from __future__ import annotations
@@ -13,43 +13,46 @@ from collections import Counter
 from dataclasses import replace
 from operator import attrgetter
 
+from .advances import append, failed, no_choice, not_finite
+from .arena import Arena, KVUsage
 from .batch_limit import BatchLimit
-from .repetition import extend_runs, num_repeats
 from .sampler import Sampled
-from .sequence import (
-    Advance,
-    Constraint,
-    FinishReason,
-    Move,
-    PrefillChunk,
-    Sequence,
-    Status,
-    StepPlan,
-    TokenLogprobs,
-)
+from .sequence import Advance, Move, PrefillChunk, Resize, Sequence, Status, StepPlan
+from .slots import Slots
 from .waiting import WaitingQueue
 
-_NOT_FINITE = (
-    "the model's logits are not finite for this request (an overflow in fp16, or broken weights)"
-)
+_EXPECTED_TOKENS = 256  # of an answer: room for so many is made at once, where there is some
 _owner = attrgetter("owner")
-_NO_CHOICE = "no token is left that this request's grammar or its allowed tokens permit"
+_turn = attrgetter("turn")
 
 
 class Scheduler:
-    """Invariant: a sequence is in exactly one of `_waiting`, `_prefilling` and `_decoding`."""
+    """Invariant: a sequence is in exactly one of `_waiting` and `_slots`."""
 
     def __init__(
-        self, max_batch_size: int, max_model_len: int, prefill_chunk: int, eos_ids: frozenset[int]
+        self,
+        max_batch_size: int,
+        max_model_len: int,
+        prefill_chunk: int,
+        eos_ids: frozenset[int],
+        arena: Arena | None = None,
+        *,
+        is_exact: bool = False,
+        min_shared: int | None = None,
     ) -> None:
+        """Without an `arena` all rows fit at their full length. `is_exact`: what is read again is
+        read in the runs in which it was first, so that no number changes. `min_shared`: from how
+        many tokens on a prompt's beginning is not read again that the cache has; None: never."""
+        assert not (is_exact and min_shared), "what another request left was read in other runs"
+        self.arena = arena or Arena.fixed(max_batch_size, max_model_len)
         self._limit = BatchLimit(max_batch_size)
         self._max_model_len = max_model_len
         self._prefill_chunk = prefill_chunk
         self._eos_ids = eos_ids
+        self._is_exact = is_exact
         self._waiting = WaitingQueue()
-        self._decoding: list[Sequence] = []  # index = row
-        self._prefilling: Sequence | None = None
-        self._prefill_row = 0
+        self._slots = Slots(min_shared)
+        self._num_admitted = 0
         self._ended: list[Advance] = []
         self._dequeued: list[Sequence] = []
 
@@ -59,12 +62,25 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._decoding) + (self._prefilling is not None)
+        return self._slots.num_running
 
     @property
     def batch_limit(self) -> int:
-        """Most rows that run together: fewer than at first once memory has run out."""
-        return self._limit.value
+        """Most rows that run together, of the length of those that do: fewer than at first where
+        memory is short."""
+        return min(self._limit.value, self.arena.max_rows(self._slots.longest))
+
+    @property
+    def num_written(self) -> int:
+        """Tokens that the cache has memory for, where that is taken as they are written."""
+        return self._slots.num_written
+
+    @property
+    def usage(self) -> KVUsage:
+        arena, limit = self.arena, self.batch_limit
+        why = "memory" if limit < self._limit.value else self._limit.why
+        num_tokens, per_token = self._slots.num_cached, arena.limits.bytes_per_token
+        return KVUsage(limit, why, arena.size, num_tokens, arena.budget, per_token)
 
     @property
     def is_idle(self) -> bool:
@@ -85,26 +101,52 @@ class Scheduler:
             self._end(sequence)
 
     def plan(self) -> StepPlan:
-        """Drops what has ended, admits what fits, and says who runs."""
-        moves = self._remove_ended()
-        if self._prefilling is None and self._waiting and self._has_free_row():
-            self._admit()
+        """Drops what has ended, preempts what fits no more, admits what does, says who runs."""
+        slots = self._slots
+        self._end_marked()
+        moves = slots.close_gaps()
+        preempted = self._preempt()
+        if preempted:
+            moves += slots.close_gaps()
+            _forget(preempted)
+        if slots.prefilling is None and self._waiting and self._has_free_row():
+            moves += self._admit()
+        resize = self._resize(moves)
         dequeued, self._dequeued = self._dequeued, []
-        return StepPlan(moves, self._next_chunk(), list(self._decoding), self.batch_limit, dequeued)
+        limit, chunk = self.batch_limit, self._next_chunk()
+        return StepPlan(moves, chunk, list(slots.decoding), limit, dequeued, resize, preempted)
 
     def shrink(self, plan: StepPlan) -> StepPlan:
         """Memory ran out in `plan`: halves the batch limit; the same step, in runs of so many rows.
         Its moves are made already."""
         self._limit.halve(min(plan.rows_per_run, plan.num_rows))
-        return replace(plan, moves=[], rows_per_run=self.batch_limit)
+        return replace(plan, moves=[], resize=None, rows_per_run=self._limit.value)
+
+    def retreat(self, plan: StepPlan) -> StepPlan:
+        """Memory ran out as the cache was resized, which has cost its contents: all of `plan` wait
+        again, and half as many will run. A plan of nothing."""
+        self._limit.halve(plan.num_rows)
+        preempted = sorted(self._slots.running, key=_turn, reverse=True)
+        for sequence in preempted:
+            self._put_back(sequence)
+        self._slots.close_gaps()
+        self._slots.forget()
+        _forget(preempted)
+        return StepPlan([], None, [], self.batch_limit, preempted=preempted)
+
+    def rest(self) -> Resize:
+        """Nothing runs, nor has for long: the cache as small as it gets."""
+        self._slots.forget()
+        size = self.arena.rest()
+        self._slots.renew(*size)
+        return Resize(*size, [])
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> list[Advance]:
         """Records what the step brought; the advances of all sequences that it changed."""
         if plan.prefill is not None:
             plan.prefill.sequence.num_cached += len(plan.prefill.token_ids)
             if plan.prefill.is_last:
-                self._decoding.append(plan.prefill.sequence)
-                self._prefilling = None
+                self._slots.promote()
         for sequence in plan.decode:
             sequence.num_cached += 1
         if not plan.is_empty:
@@ -116,82 +158,113 @@ class Scheduler:
         sequences = plan.sampled
         for row, sequence in enumerate(sequences):
             if not is_finite[row]:
-                advances.append(_failed(sequence, _NOT_FINITE))
+                advances.append(not_finite(sequence))
             elif not has_choice[row]:
-                advances.append(_failed(sequence, _why_no_choice(sequence), FinishReason.DEAD_END))
+                advances.append(no_choice(sequence))
             else:
-                advances.append(self._append(sequence, token_ids[row], logprobs.get(row)))
+                advances.append(append(sequence, token_ids[row], logprobs.get(row)))
         for owner, number in Counter(map(_owner, sequences)).items():
             self._waiting.charge(owner, number)
         return self._take_ended() + advances  # not before: `fail` tells them if this has failed
 
     def fail(self, plan: StepPlan, error: str) -> list[Advance]:
-        """Ends every sequence of a step that raised; their rows are free in the next plan."""
+        """Ends every sequence of a step that raised; their rows are free in the next plan. It may
+        have raised between the moves, so nothing is known of free rows."""
+        self._slots.forget()
         sequences = [*plan.decode, *([plan.prefill.sequence] if plan.prefill else [])]
-        return self._take_ended() + [_failed(sequence, error) for sequence in sequences]
-
-    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Advance:
-        output_ids = sequence.output_ids
-        output_ids.append(token_id)
-        params = sequence.params
-        is_looping = params.repetition_guard and _repeats(sequence)  # each token has to be counted
-        constraint = sequence.constraint
-        is_complete = constraint is not None and _completes(constraint, token_id)
-        reason = None
-        if is_complete or token_id in sequence.end_ids:
-            reason = FinishReason.STOP
-        elif is_looping and len(output_ids) >= params.min_tokens:
-            reason = FinishReason.REPETITION
-        elif len(output_ids) >= sequence.max_output:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            sequence.finish(reason)
-        return Advance(sequence, token_id, reason, None, logprobs)
-
-    def _has_free_row(self) -> bool:
-        return self.num_running < self.batch_limit
+        return self._take_ended() + [failed(sequence, error) for sequence in sequences]
 
     def _next_chunk(self) -> PrefillChunk | None:
-        sequence = self._prefilling
+        sequence = self._slots.prefilling
         if sequence is None:
             return None
-        start = sequence.num_cached
-        token_ids = sequence.prompt_ids[start : start + self._prefill_chunk]
-        return PrefillChunk(sequence, self._prefill_row, start, token_ids)
+        start, num_prompt = sequence.num_cached, len(sequence.prompt_ids)
+        stop = min(start + self._prefill_chunk, sequence.num_to_read)
+        if self._is_exact and sequence.num_reread:  # the answer came token by token
+            stop = min(stop, num_prompt) if start < num_prompt else start + 1
+        return PrefillChunk(sequence, self._slots.prefill_slot, start, sequence.tokens(start, stop))
 
-    def _admit(self) -> None:
-        """Takes up the next sequence, if there is one that is still wanted."""
+    def _preempt(self) -> list[Sequence]:
+        """As many as do not fit any more, the youngest first. The oldest always gets on."""
+        preempted: list[Sequence] = []
+        if self.arena.fits(self._slots.num_running, self._slots.longest):
+            return preempted
+        running = self._slots.running
+        while not self.arena.fits(len(running), max(each.num_needed for each in running)):
+            youngest = max(running, key=_turn)
+            running = [sequence for sequence in running if sequence is not youngest]
+            self._put_back(youngest)
+            preempted.append(youngest)
+        return preempted
+
+    def _put_back(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        sequence.num_preemptions += 1
+        self._waiting.put_back(sequence)
+
+    def _has_free_row(self) -> bool:
+        return self._slots.num_running < self._limit.value
+
+    def _admit(self) -> list[Move]:
+        """Takes up the next sequence, if there is one that is still wanted and if it fits. Until
+        it does nobody overtakes it. The moves of what the cache has of its prompt."""
+        arena, num_rows = self.arena, self._slots.num_running + 1
+        longest = self._slots.longest
         while self._waiting:
-            sequence = self._waiting.take()
+            sequence = self._waiting.first()
             if sequence.ended_by is not None:  # `end` was not told yet
+                self._waiting.take()
                 self._end(sequence)
                 continue
-            self._waiting.charge(sequence.owner, len(sequence.prompt_ids))
-            self._dequeued.append(sequence)
-            self._prefilling = sequence
-            self._prefill_row = len(self._decoding)
-            sequence.status = Status.RUNNING
-            return
+            # With some room, or it might be preempted before it is read.
+            if arena.fits(num_rows, max(longest, sequence.num_tokens + 1) + arena.limits.headroom):
+                return self._start(self._waiting.take())
+            break
+        return []
 
-    def _remove_ended(self) -> list[Move]:
-        """One look at each row, for in most steps none has ended."""
-        rows, prefilling = self._decoding, self._prefilling
-        sequences = rows if prefilling is None else [*rows, prefilling]
-        if not [s for s in sequences if s.ended_by is not None or s.status is Status.FINISHED]:
-            return self._close_up([])
-        self._end_marked()
-        return self._close_gaps()
+    def _start(self, sequence: Sequence) -> list[Move]:
+        sequence.num_reread = len(sequence.output_ids)
+        moves = self._slots.start(sequence, self.arena.size.num_slots)
+        if sequence.num_preemptions == 0:
+            sequence.num_reused = sequence.num_cached
+            self._waiting.charge(sequence.owner, len(sequence.prompt_ids) - sequence.num_reused)
+            self._dequeued.append(sequence)
+            self._num_admitted += 1
+            sequence.turn = self._num_admitted
+        left = sequence.max_output - sequence.num_reread
+        sequence.num_expected = sequence.num_to_read + min(left, _EXPECTED_TOKENS)
+        sequence.status = Status.RUNNING
+        return moves
+
+    def _resize(self, moves: list[Move]) -> Resize | None:
+        """Appends to `moves` what it needs to have in place."""
+        slots = self._slots
+        if not slots.num_running:
+            return None
+        size = self.arena.resize(self._num_wanted_slots(), slots.longest, slots.expected)
+        if size is None:
+            return None
+        moves += slots.renew(*size)
+        return Resize(*size, slots.filled())
+
+    def _num_wanted_slots(self) -> int:
+        """A slot for each that runs. Those that keep something, and one for the next to come, only
+        if there is room for what is expected of them all."""
+        slots = self._slots
+        spare = slots.num_kept + 1 if slots.num_kept else 0
+        fitting = min(slots.num_running + spare, self.arena.max_rows(slots.expected))
+        return max(slots.num_running, fitting)
 
     def _end_marked(self) -> None:
         """Ends the running sequences that the hub wants no more of."""
-        for sequence in [*self._decoding, *([self._prefilling] if self._prefilling else [])]:
+        for sequence in self._slots.running:
             if sequence.ended_by is not None and not sequence.is_finished:
                 self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         """One that the hub has marked."""
         assert sequence.ended_by is not None
-        if sequence.status is Status.WAITING:
+        if sequence.status is Status.WAITING and sequence.num_preemptions == 0:
             self._dequeued.append(sequence)
         sequence.finish(sequence.ended_by)
         self._ended.append(Advance(sequence, None, sequence.ended_by))
@@ -200,48 +273,8 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
-    def _close_gaps(self) -> list[Move]:
-        """Removes finished rows; the moves that keep the rows contiguous, in order."""
-        moves: list[Move] = []
-        rows = self._decoding
-        row = 0
-        while row < len(rows):
-            if not rows[row].is_finished:
-                row += 1
-                continue
-            last = rows.pop()
-            if row < len(rows):  # else the last row itself has ended
-                rows[row] = last
-                if not last.is_finished:
-                    moves.append(Move(len(rows), row, last.num_cached))
-        if self._prefilling is not None and self._prefilling.is_finished:
-            self._prefilling = None
-        return self._close_up(moves)
 
-    def _close_up(self, moves: list[Move]) -> list[Move]:
-        """The prefill right behind the decoding rows."""
-        num_rows = len(self._decoding)
-        if self._prefilling is not None and self._prefill_row != num_rows:
-            moves.append(Move(self._prefill_row, num_rows, self._prefilling.num_cached))
-            self._prefill_row = num_rows
-        return moves
-
-
-def _completes(constraint: Constraint, token_id: int) -> bool:
-    constraint.accept(token_id)
-    return constraint.is_complete
-
-
-def _why_no_choice(sequence: Sequence) -> str:
-    error = sequence.constraint.error if sequence.constraint is not None else None
-    return _NO_CHOICE if error is None else f"this request's grammar cannot be followed: {error}"
-
-
-def _repeats(sequence: Sequence) -> bool:
-    sequence.runs = extend_runs(sequence.runs, sequence.output_ids)
-    return num_repeats(sequence.runs) >= sequence.params.repetition_guard
-
-
-def _failed(sequence: Sequence, error: str, reason: FinishReason = FinishReason.ERROR) -> Advance:
-    sequence.finish(reason, error)
-    return Advance(sequence, None, reason, error)
+def _forget(preempted: list[Sequence]) -> None:
+    """Their rows are gone."""
+    for sequence in preempted:
+        sequence.num_cached = 0

@@ -109,6 +109,11 @@ class Sequence:
     max_output: int = 0
     output_ids: list[int] = field(default_factory=list)
     num_cached: int = 0
+    num_reused: int = 0  # tokens of the prompt that the cache had, as it was first admitted
+    num_reread: int = 0  # tokens of the answer that are read again with the prompt
+    num_expected: int = 0  # tokens that it will come to, as its row was taken
+    num_preemptions: int = 0
+    turn: int = 0  # of its first admission: lower is older
     runs: list[int] = field(default_factory=list)  # of `repetition`, if it is guarded
     sampler_state: object = None  # of `edits`, which keeps it from step to step
     is_greedy: bool = False  # likewise: but for a mask, it takes the largest logit as it is
@@ -126,6 +131,24 @@ class Sequence:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
+    def num_to_read(self) -> int:
+        """Tokens to be cached before the next one is sampled, as it was admitted last."""
+        return len(self.prompt_ids) + self.num_reread
+
+    @property
+    def num_needed(self) -> int:
+        """Tokens that its row must have room for; of a prompt, with the first token behind it."""
+        return max(self.num_cached, self.num_to_read) + 1
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Of prompt and answer, by position."""
+        num_prompt = len(self.prompt_ids)
+        if stop <= num_prompt:
+            return self.prompt_ids[start:stop]
+        answer = self.output_ids[max(0, start - num_prompt) : stop - num_prompt]
+        return self.prompt_ids[start:] + answer
+
+    @property
     def last_token(self) -> int:
         return self.output_ids[-1]
 
@@ -141,16 +164,29 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Row `source` of the KV cache, as far as it is filled, goes to row `target`."""
+    """The first `num_tokens` of slot `source` of the KV cache go to slot `target`; at the same time
+    the first `num_back` of `target` to `source`. 0: the source stays as it is."""
 
     source: int
     target: int
     num_tokens: int
+    num_back: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """The KV cache gets so many slots, of so many tokens each. Slot i keeps its first `filled[i]`
+    tokens, slots behind the list's end none."""
+
+    num_slots: int
+    max_len: int
+    filled: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """`token_ids` of a prompt, from position `start` on, for the sequence in row `row`."""
+    """`token_ids` of a prompt, from position `start` on, for the sequence in row `row`. After a
+    preemption the answer so far is read behind the prompt."""
 
     sequence: Sequence
     row: int
@@ -159,16 +195,17 @@ class PrefillChunk:
 
     @property
     def is_last(self) -> bool:
-        return self.start + len(self.token_ids) == len(self.sequence.prompt_ids)
+        return self.start + len(self.token_ids) == self.sequence.num_to_read
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: first `moves`, then at most one prefill run, then decode runs of at most
-    `rows_per_run` rows: one, unless memory has run out.
+    """One step: first `moves`, then `resize`, then at most one prefill run, then decode runs of at
+    most `rows_per_run` rows: one, unless memory has run out.
 
     The sequence `decode[r]` lies in row r of the cache; a prefill lies right behind them.
-    `dequeued` have left the queue since the plan before: taken up, or ended while they waited.
+    `dequeued` have left the queue since the plan before: taken up for the first time, or ended
+    before that. `preempted` ran, and wait again.
     """
 
     moves: list[Move]
@@ -176,6 +213,8 @@ class StepPlan:
     decode: list[Sequence]
     rows_per_run: int = 1 << 30
     dequeued: list[Sequence] = field(default_factory=list)
+    resize: Resize | None = None
+    preempted: list[Sequence] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:

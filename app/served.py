@@ -117,6 +117,21 @@ class Served:
         self.bridge.check_room(owner, num_choices, num_choices)  # of a token each, at least
 
     @property
+    def info(self) -> dict[str, Any]:
+        """For `/info`: what was loaded, and how much of it may run now. Raises NotReady."""
+        info, usage = self.model.info, self.observer.usage
+        if usage is None:
+            return info
+        return info | {
+            "batch_limit": usage.batch_limit,
+            "batch_limit_reason": usage.why_limited,
+            "kv_cache_slots": usage.size.num_slots,
+            "kv_cache_slot_tokens": usage.size.max_len,
+            "kv_cache_tokens": usage.num_tokens,
+            "kv_budget_bytes": usage.budget,
+        }
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """What a request may call the model; the first one is what answers call it."""
         return self.settings.served_model_name or (self.model.name,)

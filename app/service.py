@@ -114,6 +114,7 @@ class Service:
 
         engine, loaded = load(graph, served.settings, served.observer, enter)
         served.loaded = loaded
+        served.observer.loaded(loaded.info)
         seconds = round(time.monotonic() - started_at, 1)
         log.info(Line({"message": "loaded", "seconds": seconds} | loaded.info))
         return engine

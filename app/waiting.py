@@ -35,13 +35,25 @@ class WaitingQueue:
         self._lines[owner].add(sequence)
         self._num += 1
 
+    def put_back(self, sequence: Sequence) -> None:
+        """One that was taken: it is the next one of its owner and priority again."""
+        self.add(sequence)
+        self._lines[sequence.owner].advance(sequence)
+
+    def first(self) -> Sequence:
+        """The next one. Raises ValueError if nobody waits."""
+        return self._lines[self._next_owner()].first()
+
     def take(self) -> Sequence:
         """Removes the next one. Raises ValueError if nobody waits."""
-        owner = min(self._lines, key=self._served.__getitem__)  # of equals, who waits longer
+        owner = self._next_owner()
         self._floor = self._served[owner]
         sequence = self._lines[owner].first()
         self.remove(sequence)
         return sequence
+
+    def _next_owner(self) -> str:
+        return min(self._lines, key=self._served.__getitem__)  # of equals, who waits longer
 
     def remove(self, sequence: Sequence) -> bool:
         """False if it does not wait here."""
@@ -70,6 +82,9 @@ class _Line:
 
     def add(self, sequence: Sequence) -> None:
         self._by_priority.setdefault(sequence.priority, OrderedDict())[sequence] = None
+
+    def advance(self, sequence: Sequence) -> None:
+        self._by_priority[sequence.priority].move_to_end(sequence, last=False)
 
     def first(self) -> Sequence:
         return next(iter(self._by_priority[min(self._by_priority)]))

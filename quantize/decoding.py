@@ -25,8 +25,17 @@ class Decoding:
     which is handed in again.
     """
 
-    def __init__(self, folder: Path, rows: int, max_len: int, *, is_alone: bool = True) -> None:
-        options = ort.SessionOptions()
+    def __init__(
+        self,
+        folder: Path,
+        rows: int,
+        max_len: int,
+        *,
+        is_alone: bool = True,
+        options: ort.SessionOptions | None = None,
+        run_options: ort.RunOptions | None = None,
+    ) -> None:
+        options = options or ort.SessionOptions()
         if not is_alone:
             # Idle threads of one session would spin on the cores that the other needs.
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -41,6 +50,7 @@ class Decoding:
         nodes = load_graph(folder / MODEL_FILE).graph.node
         self._is_fused = any(node.op_type == "GroupQueryAttention" for node in nodes)
         self._rows = rows
+        self._run_options = run_options
         self._max_len = max_len
         self._logits_shape = logits.shape
         self._logits_type = _TYPES[logits.type]
@@ -78,7 +88,7 @@ class Decoding:
         if not self._is_fused:
             for name in self._pasts:
                 self._binding.bind_output(_present(name), "cpu")
-        self._session.run_with_iobinding(self._binding)
+        self._session.run_with_iobinding(self._binding, self._run_options)
         if not self._is_fused:
             self._take_presents()
         return self._logits[:, -1].astype(np.float32, copy=False)

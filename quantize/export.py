@@ -28,6 +28,7 @@ from .forms import Dtype
 from .graph_file import load_graph
 from .json_file import read_json
 from .mapped_weights import mapped_weights
+from .query_scale import fold_scales
 from .rotary import context_length, write_caches
 
 _LM_HEAD = "/lm_head/MatMul"
@@ -54,6 +55,8 @@ def export_fused(
     model = load_graph(folder / MODEL_FILE)
     set_attention(model.graph, config)
     write_caches(model.graph, folder, config)
+    if dtype == "fp32":
+        fold_scales(model.graph, folder)
     keep_last_token_logits(model.graph)
     onnx.save(model, folder / MODEL_FILE)
 

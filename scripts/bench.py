@@ -47,6 +47,7 @@ from load_report import (
     percentile,
     publish,
     server_facts,
+    spread,
     summarize,
     table_row,
 )
@@ -64,7 +65,7 @@ from workload import (
 
 # What other scripts take from here.
 __all__ = ["TABLE", "TITLES", "Answer", "Load", "calibrate", "connect", "make_prompts", "measure"]
-__all__ += ["parse_concurrency", "percentile", "publish", "summarize", "table_row"]
+__all__ += ["parse_concurrency", "percentile", "publish", "spread", "summarize", "table_row"]
 
 OPEN_LOOP_WARMERS = 4  # clients that warm the server up for a crowd
 OPEN_LOOP_SECONDS = 15  # of arrivals, unless --requests says otherwise

@@ -82,7 +82,7 @@ class CountingModel:
 
 class PacedServer(app.service.Service):
     def _load(self, served: Served) -> Engine:
-        rows, chunk = self.settings.max_batch_size, self.settings.prefill_chunk
+        rows, chunk = self.settings.max_batch_size or 32, self.settings.prefill_chunk
         scheduler = Scheduler(rows, CONTEXT, chunk, frozenset())
         pace = float(os.environ["PACE_MS"]) / 1000
         model = CountingModel(pace, Path(os.environ["PACE_FILE"]))

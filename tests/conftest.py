@@ -9,7 +9,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from quantize.portable import export_portable
 from quantize.precision import choose
 from quantize.sources import resolve
 
+from .live import ROOT, LiveServer
 from .tiny import TorchReference, make_llama, make_phi3
 from .tiny_families import FAMILIES, make_family
 
@@ -36,6 +37,8 @@ class TinyModel:
 
 # A tiny model gains nothing by a second thread; beside other processes, waiting for it takes long.
 torch.set_num_threads(1)
+
+DEFAULT_FOLDER = ROOT / "models" / "default"
 
 Build = Callable[..., Path]
 Bring = Callable[..., Path]
@@ -104,6 +107,14 @@ def tiny_phi3(build_folder: Build, tmp_path_factory: pytest.TempPathFactory) -> 
 def tiny_llama(build_folder: Build, tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     source = make_llama(tmp_path_factory.mktemp("llama"))
     return TinyModel(source, build_folder(source, "fp32"), TorchReference(source))
+
+
+@pytest.fixture(scope="session")
+def default_server() -> Iterator[LiveServer]:
+    """The default model's, for all that only ask it something."""
+    assert DEFAULT_FOLDER.is_dir(), "run `make model` first (`make test` does)"
+    with LiveServer(DEFAULT_FOLDER) as server:
+        yield server.wait_ready()
 
 
 @pytest.fixture(scope="session", params=["phi3", "llama"])

@@ -16,11 +16,12 @@ import gevent
 import numpy as np
 from numpy.typing import NDArray
 
+from app.arena import Arena
 from app.bridge import State
 from app.config import read_settings
 from app.engine import Engine, Observer, Unobserved
 from app.scheduler import Scheduler
-from app.sequence import Advance, Move, SamplingParams, Sequence, StepPlan
+from app.sequence import Advance, Move, Resize, SamplingParams, Sequence, StepPlan
 from app.service import Service
 
 if TYPE_CHECKING:
@@ -33,12 +34,24 @@ STUB_VOCAB = 97
 class TokenCache:
     """Stands in for KVCache: a row is a list of token ids."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, max_len: int = 1 << 30) -> None:
         self.rows: list[list[int]] = [[] for _ in range(num_rows)]
+        self.max_len = max_len
 
     def apply(self, moves: Iterable[Move]) -> None:
         for move in moves:
+            back = self.rows[move.target][: move.num_back]
+            assert len(back) == move.num_back, "more goes back than there is"
+            assert len(self.rows[move.source]) >= move.num_tokens, "more is moved than there is"
             self.rows[move.target] = self.rows[move.source][: move.num_tokens]
+            if back:
+                self.rows[move.source] = back
+
+    def resize(self, resize: Resize) -> None:
+        rows, self.max_len = self.rows, resize.max_len
+        self.rows = [[] for _ in range(resize.num_slots)]
+        for slot, num_tokens in enumerate(resize.filled):
+            self.rows[slot] = rows[slot][:num_tokens] if num_tokens else []
 
 
 class StubModel:
@@ -69,6 +82,7 @@ class StubModel:
     @staticmethod
     def _write(cache: TokenCache, row: int, owner: Sequence, start: int, ids: list[int]) -> None:
         cache.rows[row] = [*cache.rows[row][:start], *ids]
+        assert len(cache.rows[row]) <= cache.max_len, "a row is longer than its slot"
         expected = [*owner.prompt_ids, *owner.output_ids][: start + len(ids)]
         assert cache.rows[row] == expected, f"row {row} does not hold {owner.request_id}"
 
@@ -119,10 +133,15 @@ def stub_engine(
     prefill_chunk: int = 8,
     eos_ids: Iterable[int] = (),
     observer: Observer | None = None,
+    arena: Arena | None = None,
+    min_shared: int | None = 4,
 ) -> tuple[Engine, StubModel]:
     model = StubModel()
-    scheduler = Scheduler(max_batch_size, max_model_len, prefill_chunk, frozenset(eos_ids))
-    cache = TokenCache(max_batch_size)
+    scheduler = Scheduler(
+        *(max_batch_size, max_model_len, prefill_chunk, frozenset(eos_ids), arena),
+        min_shared=min_shared,
+    )
+    cache = TokenCache(*scheduler.arena.size)
     engine = Engine(model, cache, scheduler, observer or Unobserved())  # type: ignore[arg-type]
     return engine, model
 
@@ -148,14 +167,20 @@ def real_engine(
     max_model_len: int = 256,
     *,
     deterministic: bool = False,
+    arena: Arena | None = None,
+    min_shared: int | None = None,
 ) -> Engine:
     from app.kv_cache import KVCache
     from app.model import OnnxModel
 
     model = OnnxModel.load(folder, "cpu", num_threads=1)
     model.deterministic = deterministic
-    cache = KVCache(model.spec.kv, max_batch_size, max_model_len, model.device)
-    scheduler = Scheduler(max_batch_size, max_model_len, prefill_chunk, frozenset())
+    scheduler = Scheduler(
+        *(max_batch_size, max_model_len, prefill_chunk, frozenset(), arena),
+        is_exact=deterministic,
+        min_shared=min_shared,
+    )
+    cache = KVCache(model.spec.kv, *scheduler.arena.size, model.device)
     return Engine(model, cache, scheduler, Unobserved())
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import gevent
 import pytest
 
-from app import connection, engine, generate_replies, http, openai_api
+from app import connection, engine, generate_replies, http, openai_api, scheduler
 from app.answer import Answer
 from app.backlog import Backlog
 from app.bridge import Bridge, State, TokenStream
@@ -175,7 +175,7 @@ PLACES: dict[str, Place] = {
     "accept": on_engine(GrammarConstraint, "accept", HELD, 1),
     "sampler": on_engine(engine, "sample", GENERATE, 1),
     "commit": on_engine(Scheduler, "commit", GENERATE, 1),
-    "append": on_engine(Scheduler, "_append", GENERATE, 1),
+    "append": on_engine(scheduler, "append", GENERATE, 1),
     "stepped": on_engine(Metrics, "stepped", is_told=False, is_counted=False),
     "advanced": on_engine(Metrics, "advanced", is_told=False, is_counted=False),
     "finished": on_engine(Metrics, "finished", is_told=False, is_counted=False),
@@ -363,8 +363,7 @@ class Rig:
         is_dead = self.service.bridge.state is not State.READY
         scheduler = self.scheduler
         if not is_dead:
-            assert not (scheduler._waiting or scheduler._decoding or scheduler._ended)
-            assert scheduler._prefilling is None
+            assert not (scheduler._waiting or scheduler.num_running or scheduler._ended)
             assert all(sequence.is_finished for sequence in self.sequences)
             if is_counted:
                 assert self.count("request_success_total") == len(self.sequences)

@@ -8,12 +8,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import gevent
+import pytest
 from flask.testing import FlaskClient
 
+from app.cache_options import CACHE_OPTIONS
 from app.config import Settings
+from app.device_options import DEVICE_OPTIONS
 from app.edge_options import EDGE_OPTIONS
 from app.engine import Engine
 from app.queue_options import QUEUE_OPTIONS
@@ -25,7 +29,8 @@ from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
 EDGE: dict[str, Any] = {
-    str(option.name): option.default for option in [*EDGE_OPTIONS, *QUEUE_OPTIONS]
+    str(option.name): option.default
+    for option in [*EDGE_OPTIONS, *QUEUE_OPTIONS, *CACHE_OPTIONS, *DEVICE_OPTIONS]
 }
 SETTINGS = Settings(
     *(
@@ -110,6 +115,16 @@ def hold_until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < give_up_at, "waited in vain"
         time.sleep(0.001)
+
+
+def still_clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The hub's time of requests, which passes with `clock.now` alone: a deadline whose real time
+    has come is looked at, and put off until then."""
+    clock = SimpleNamespace(now=time.monotonic())
+    clock.monotonic = lambda: clock.now
+    for module in ("app.http", "app.answer"):
+        monkeypatch.setattr(f"{module}.time", clock)
+    return clock
 
 
 def events(body: bytes) -> list[dict[str, Any]]:

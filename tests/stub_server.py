@@ -69,7 +69,7 @@ class StubServer(Service):
             return cast("Engine", Mortal())
         from .engines import stub_engine
 
-        num_rows, max_len = self.settings.max_batch_size, self.settings.max_model_len
+        num_rows, max_len = self.settings.max_batch_size or 32, self.settings.max_model_len
         engine, stub = stub_engine(num_rows, max_len, observer=served.observer)
         loaded: Any = SimpleNamespace(
             name="stub",

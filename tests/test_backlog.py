@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from app.arena import Arena, KVLimits
 from app.backlog import Backlog, Place, _Running
 from app.errors import Overloaded
 from app.pace import Pace
@@ -30,7 +31,9 @@ class Simulation:
     ) -> None:
         self.now = 0.0
         self.backlog = Backlog(10**6, 10**9, CHUNK, clock=lambda: self.now)
-        self.engine, self.model = stub_engine(num_rows, 4096, CHUNK)
+        self.engine, self.model = stub_engine(
+            num_rows, 4096, CHUNK, min_shared=None
+        )  # each prompt is read whole
         self.engine._clock = lambda: self.now
         self.engine.backlog = self.backlog
         self.open: list[Sequence] = []
@@ -480,3 +483,28 @@ def test_pace_follows_a_batch_that_fills() -> None:
     for seconds in (*[0.01] * 100, *[0.06] * 50):
         pace.stepped(0, seconds)
     assert pace.step_seconds == pytest.approx(0.06, rel=0.1)
+
+
+def test_preempted_sequences_count_once_and_are_expected_to_run_on() -> None:
+    simulation = Simulation(num_rows=4)
+    limits = KVLimits(4, 4096, 16, bytes_per_token=1, bytes_per_row=0)
+    scheduler = simulation.engine._scheduler
+    scheduler.arena = Arena(limits, 4096)
+    simulation.engine._cache.rows = [[]]  # type: ignore[attr-defined]
+    running = [asked(3, 40) for _ in range(4)]
+    simulation.submit(*running)
+    while not all(each.output_ids for each in running):
+        simulation.engine.step()
+    seconds = simulation.backlog.next_place("").seconds
+    scheduler.arena.budget = 48  # three rows, for a while
+    simulation.engine.step()
+    [preempted] = [each for each in running if each.num_preemptions]
+    backlog = simulation.backlog
+    assert (backlog.num_sequences, backlog.num_prompt_tokens) == (0, 0)
+    assert backlog.place(preempted, simulation.open) is not None
+    assert backlog.next_place("").seconds > 0.8 * seconds
+    simulation.submit(asked(5, 40))
+    assert (backlog.num_sequences, backlog.num_prompt_tokens) == (1, 5)
+    simulation.run()
+    assert (backlog.num_sequences, backlog.num_prompt_tokens) == (0, 0)
+    assert backlog._preempted == []

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bench_sampler
 import pytest
+from click.testing import CliRunner
 
 from .conftest import TinyModel
 
@@ -42,6 +44,7 @@ def test_every_mix_is_measured_beside_the_model(tiny_llama: TinyModel, tmp_path:
 
 @pytest.mark.slow
 def test_rows_beyond_the_context_are_refused(tiny_llama: TinyModel) -> None:
-    done = run("--model", str(tiny_llama.folder), "--prompt-tokens", "300")
-    assert done.returncode == 1
-    assert "--prompt-tokens, --steps and --rows need 367 tokens" in done.stderr
+    arguments = ["--model", str(tiny_llama.folder), "--prompt-tokens", "300"]
+    done = CliRunner().invoke(bench_sampler.main, arguments)
+    assert done.exit_code == 1
+    assert "--prompt-tokens, --steps and --rows need 367 tokens" in done.output

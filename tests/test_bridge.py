@@ -7,10 +7,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import gevent
 import pytest
 
+from app.arena import Arena, KVLimits
 from app.bridge import Bridge, State, TokenStream
 from app.engine import Engine
 from app.errors import DeadlineExceeded, InvalidRequest, NotReady, UnservableModel
@@ -28,7 +30,7 @@ def started() -> Iterator[Started]:
     """Bridges on a stub engine, started and ready; ended after the test."""
     bridges: list[Bridge] = []
 
-    def start(**shape: int) -> tuple[Bridge, StubModel]:
+    def start(**shape: Any) -> tuple[Bridge, StubModel]:
         engine, model = stub_engine(**shape)
         bridge = Bridge(lambda: engine)
         bridges.append(bridge)
@@ -317,6 +319,16 @@ def test_load_that_takes_too_long_fails_and_a_late_one_changes_nothing() -> None
     wait_until(lambda: bool(bridge._outbox))  # the engine is there, and nobody is told
     assert not bridge.is_ready
     wait_until(lambda: not bridge._thread.is_alive())
+
+
+def test_idle_engine_gives_its_memory_back(started: Started) -> None:
+    arena = Arena(KVLimits(4, 64, 4, bytes_per_token=1, bytes_per_row=0), 10**6)
+    bridge, _ = started(arena=arena)
+    assert bridge._engine is not None
+    bridge._engine._idle_seconds = 0.01
+    for prompt in ([1] * 20, [2] * 20):
+        assert read(submit(bridge, greedy("a", prompt, 20))) == stub_answer(prompt, 20)
+        wait_until(lambda: arena.size == (1, 4))
 
 
 def test_time_of_a_load_that_is_done_or_given_up_is_no_longer_limited() -> None:

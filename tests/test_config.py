@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "strict_precision": False,
     "deterministic": False,
     "threads": 0,
-    "max_batch_size": 32,
+    "max_batch_size": 0,
     "max_model_len": 0,
     "prefill_chunk": 128,
     "max_body_bytes": 1 << 20,
@@ -55,6 +55,10 @@ DEFAULTS: dict[str, Any] = {
     "log_format": "json",
     "max_queued_requests": 1024,
     "max_queued_tokens": 524_288,
+    "max_gpu_memory_bytes": 0,
+    "kv_memory_share": 0.8,
+    "kv_idle_seconds": 60,
+    "prefix_cache": True,
     "ops_port": 0,
     "ops_host": "",
     "api_keys": (),
@@ -77,6 +81,7 @@ BOUNDS = {
     "tcp_user_timeout_ms": (1_000, 86_400_000),
     "max_queued_requests": (1, 1_000_000),
     "max_queued_tokens": (1, 1 << 30),
+    "kv_idle_seconds": (0, 86_400),
 }
 # variable -> two right values, as written and as read; neither is the default
 RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
@@ -101,11 +106,14 @@ RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
     "SERVED_MODEL_NAME": (("a", ("a",)), (" a/b , gpt-4o", ("a/b", "gpt-4o"))),
     "LOG_LEVEL": (("debug", "debug"), ("error", "error")),
     "LOG_FORMAT": (("text", "text"), ("text", "text")),
+    "KV_MEMORY_SHARE": (("0.05", 0.05), ("0.95", 0.95)),
+    "PREFIX_CACHE": (("false", False), ("0", False)),
     "OPS_PORT": (("9090", 9090), ("65535", 65535)),
     "OPS_HOST": (("127.0.0.1", "127.0.0.1"), ("::", "::")),
     "API_KEYS": (("ann:a", read_pairs("ann:a")), ("bob:b,zoe:c", read_pairs("bob:b,zoe:c"))),
     "API_KEYS_FILE": (("one.json", Path("one.json")), ("two.json", Path("two.json"))),
     "CORS_ORIGINS": (("*", ("*",)), ("http://a:1, https://b.c", ("http://a:1", "https://b.c"))),
+    "MAX_GPU_MEMORY_BYTES": (("1", 1), (str(1 << 50), 1 << 50)),
     **{name.upper(): ((str(low), low), (str(high), high)) for name, (low, high) in BOUNDS.items()},
 }
 # Without it the other is refused.
@@ -118,7 +126,7 @@ WRONG: dict[str, list[str]] = {
     "STRICT_PRECISION": ["maybe", "2"],
     "DETERMINISTIC": ["maybe", "2"],
     "THREADS": ["many", "-1", "1025"],
-    "MAX_BATCH_SIZE": ["many", "0", "-1", "1025"],
+    "MAX_BATCH_SIZE": ["many", "-1", "1025"],
     "MAX_MODEL_LEN": ["long", "-1", "1e3", "1", str(CONTEXT + 1)],
     "PREFILL_CHUNK": ["big", "0", "65537"],
     "MAX_BODY_BYTES": ["1MB", "0", "-1"],
@@ -132,10 +140,13 @@ WRONG: dict[str, list[str]] = {
     "SERVED_MODEL_NAME": [",", "a,", "a,,b", " "],
     "LOG_LEVEL": ["loud", "10"],
     "LOG_FORMAT": ["xml"],
+    "PREFIX_CACHE": ["maybe", "2"],
+    "KV_MEMORY_SHARE": ["80 %", "0.04", "0.96", "nan", "inf"],
     "OPS_PORT": ["nope", "-1", "65536"],
     "API_KEYS": ["secret", "ann:", ",", "ann:a,ann:b"],
     "API_KEYS_FILE": ["nowhere.json", "broken.json", "one"],
     "CORS_ORIGINS": ["a.example", "https://a/", "https://A.example", "*,https://a", ",", "null"],
+    "MAX_GPU_MEMORY_BYTES": ["8GB", "-1", str((1 << 50) + 1)],
     **{name.upper(): ["many", str(low - 1), str(high + 1)] for name, (low, high) in BOUNDS.items()},
 }
 WRONG_VALUES = [(variable, value) for variable, values in WRONG.items() for value in values]

@@ -10,14 +10,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import gevent
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from app.api import create_app
 from app.off_hub import Kind
 from app.sequence import FinishReason, StepPlan
 
 from .engines import stub_answer
-from .services import CODEC, CONTEXT, SETTINGS, StubService, events, read_slowly, running, until
+from .services import (
+    CODEC,
+    CONTEXT,
+    SETTINGS,
+    StubService,
+    events,
+    hold_until,
+    read_slowly,
+    running,
+    still_clock,
+    until,
+)
 
 STEP_SECONDS = 0.05
 PROMPT = CODEC.encode("a")
@@ -35,12 +48,7 @@ Made = Callable[..., StubService]
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands still but for `clock.now`; for the hub. Waits are real, and of at most 175 ms."""
-    clock = SimpleNamespace(now=1000.0)
-    clock.monotonic = lambda: clock.now
-    for module in ("app.http", "app.answer"):
-        monkeypatch.setattr(f"{module}.time", clock)
-    return clock
+    return still_clock(monkeypatch)
 
 
 @pytest.fixture
@@ -53,7 +61,8 @@ def go_on() -> Iterator[threading.Event]:
 
 @pytest.fixture
 def make(clock: SimpleNamespace, go_on: threading.Event) -> Iterator[Made]:
-    """A service whose step number `num_steps` (of all) is the last before `go_on`."""
+    """A service whose step number `num_steps` (of all) is the last before `go_on`. The step behind
+    it begins, and takes its time, once the hub has all that came before."""
     with ExitStack() as stack:
 
         def made(num_steps: int, max_timeout_ms: int = 0, **shape: Any) -> StubService:
@@ -62,9 +71,12 @@ def make(clock: SimpleNamespace, go_on: threading.Event) -> Iterator[Made]:
             service.stub.plans.clear()  # of the self-test
 
             def change(plan: StepPlan, logits: object) -> None:
+                is_behind = len(service.stub.plans) > num_steps
+                if is_behind:
+                    hold_until(lambda: not service.bridge._outbox)
                 clock.now += STEP_SECONDS
-                if len(service.stub.plans) > num_steps:
-                    go_on.wait(5)
+                if is_behind:
+                    go_on.wait(20)
 
             service.stub.change = change
             return service
@@ -216,12 +228,18 @@ def test_timeout_that_cannot_be_had_is_a_400(
     assert service.stub.plans == []
 
 
-def test_client_reads_what_came_before_the_deadline_of_a_slow_stream(
-    make: Made, clock: SimpleNamespace
-) -> None:
+def test_client_reads_what_came_before_the_deadline_of_a_slow_stream(make: Made) -> None:
     """The first event is read before any step but the first: it is not held for the deadline."""
     service = make(1)
     first_is_read = threading.Event()
+    take_time = service.stub.change
+
+    def change(plan: StepPlan, logits: NDArray[np.float32]) -> None:
+        if len(service.stub.plans) > 1:
+            hold_until(first_is_read.is_set)
+        take_time(plan, logits)
+
+    service.stub.change = change
     client = create_app(service).test_client()
     told = events(read_slowly(client, first_is_read, prompt="a", timeout_ms=75))
     assert [event.get("finish_reason") for event in told] == [None, FinishReason.TIMEOUT]

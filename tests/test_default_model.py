@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,20 +17,13 @@ from quantize.compare import gate_ids, quality_of
 from quantize.decoding import Decoding
 from quantize.floor import INT8_FLOOR
 
-from .live import ROOT, LiveServer
+from .conftest import DEFAULT_FOLDER as FOLDER
+from .live import LiveServer
 from .test_gate import spoil
 
 pytestmark = pytest.mark.slow
 
-FOLDER = ROOT / "models" / "default"
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    assert FOLDER.is_dir(), "run `make model` first (`make test` does)"
-    with LiveServer(FOLDER) as server:
-        yield server.wait_ready()
 
 
 @pytest.fixture(scope="module")
@@ -39,26 +31,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(FOLDER)
 
 
-def test_capital_of_france_is_found_in_a_chat(server: LiveServer) -> None:
+def test_capital_of_france_is_found_in_a_chat(default_server: LiveServer) -> None:
     prompt = CHAT.format("What is the capital of France?")
-    answer = server.generate(prompt, max_tokens=40, parse_special=True)
+    answer = default_server.generate(prompt, max_tokens=40, parse_special=True)
     assert "Paris" in answer["text"]
     assert answer["finish_reason"] == "stop"
     assert "<|" not in answer["text"]
 
 
-def test_plain_prompt_is_continued_in_english(server: LiveServer) -> None:
-    answer = server.generate("The three primary colors are", max_tokens=16)
+def test_plain_prompt_is_continued_in_english(default_server: LiveServer) -> None:
+    answer = default_server.generate("The three primary colors are", max_tokens=16)
     assert "red" in answer["text"].lower()
 
 
-def test_stream_joins_to_the_plain_answer(server: LiveServer) -> None:
+def test_stream_joins_to_the_plain_answer(default_server: LiveServer) -> None:
     prompt = CHAT.format("Name three animals, each with its emoji.")
     options = {"max_tokens": 60, "parse_special": True}
-    events = list(server.stream(prompt, **options))
+    events = list(default_server.stream(prompt, **options))
     assert len(events) > 10
     text = "".join(event["text"] for event in events)
-    assert text == server.generate(prompt, **options)["text"]
+    assert text == default_server.generate(prompt, **options)["text"]
 
 
 def test_gate_finds_one_matrix_that_is_three_times_too_large(
@@ -66,7 +58,7 @@ def test_gate_finds_one_matrix_that_is_three_times_too_large(
 ) -> None:
     """In a copy of the folder that is served, beside that folder, which has passed: the fp32 graph
     would take a minute to make."""
-    ids = gate_ids(tokenizer, 30)
+    ids = gate_ids(tokenizer, 16)
     spoiled = shutil.copytree(FOLDER, tmp_path / "spoiled")
     spoil(spoiled)
     good, bad = (Decoding(folder, *ids.shape) for folder in (FOLDER, spoiled))
@@ -107,19 +99,21 @@ def test_end_of_turn_ends_an_answer(tokenizer: PreTrainedTokenizerFast) -> None:
     assert (tokenizer.pad_token, tokenizer.unk_token) == ("<|im_end|>", "<|endoftext|>")
 
 
-def test_eight_streams_progress_together_and_say_what_they_say_alone(server: LiveServer) -> None:
+def test_eight_streams_progress_together_and_say_what_they_say_alone(
+    default_server: LiveServer,
+) -> None:
     """In int8, too: a scale belongs to one token, and whole numbers are added exactly."""
     subjects = ["cats", "the sea", "Rome", "bread", "snow", "a violin", "Mars", "tea"]
     prompts = [CHAT.format(f"Tell me about {subject}.") for subject in subjects]
-    options = {"max_tokens": 48, "ignore_eos": True, "parse_special": True}
-    alone = [server.generate(prompt, **options)["text"] for prompt in prompts]
+    options = {"max_tokens": 24, "ignore_eos": True, "parse_special": True}
+    alone = [default_server.generate(prompt, **options)["text"] for prompt in prompts]
     order: list[str] = []  # appends are atomic: the order in which events came
     start = threading.Barrier(8)
 
     def read(prompt: str) -> str:
         start.wait()
         deltas: list[str] = []
-        for event in server.stream(prompt, **options):
+        for event in default_server.stream(prompt, **options):
             if not deltas:
                 order.append("first")
             deltas.append(event["text"])

@@ -25,12 +25,12 @@ from app.sequence import FinishReason, Sequence, StepPlan
 from app.served import Ask, Served
 
 from .engines import stub_answer
-from .services import CODEC, SETTINGS, StubService, events, running, until
+from .services import CODEC, SETTINGS, StubService, events, running, still_clock, until
 from .wire import WAYS, Client, listening
 
 NUM_ROWS = 4
 CONTEXT = 4096
-NOTICED_SECONDS = 0.2
+NOTICED_SECONDS = 4  # before a comment of KEEP_ALIVE_SECONDS would fail
 LONG = "abcdefgh" * 3  # in three chunks
 
 
@@ -283,12 +283,12 @@ def test_pipelined_request_is_served_after_the_first(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_client_that_leaves_behind_a_pipelined_request_is_noticed(
-    service: WatchedService, port: int, steps: Steps, way: str
+    service: WatchedService, port: int, steps: Steps, looks: list[Departure], way: str
 ) -> None:
     with Client(port) as client:
         run_to_decode(client, service, steps, max_tokens=50)
         client.send(prompt="b", max_tokens=6)
-        gevent.sleep(0.005)  # the bytes come first
+        until(lambda: len(looks) == 2)  # the bytes come first
         WAYS[way](client)
         soon(lambda: has_ended(service))
         steps.set_free()
@@ -389,13 +389,16 @@ def run_until_full(client: Client, service: WatchedService, steps: Steps, **body
 
 
 def test_deadline_ends_a_stream_that_nobody_reads(
-    service: WatchedService, port: int, steps: Steps
+    service: WatchedService, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = still_clock(monkeypatch)
     with listening(service) as server:
         server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with Client(server.server_port, receive_buffer=4096) as client:
-            run_until_full(client, service, steps, timeout_ms=500)
+            run_until_full(client, service, steps, timeout_ms=100)
             (sequence,) = sequences(service, 0)
+            assert sequence.ended_by is None
+            clock.now += 1
             until(lambda: sequence.ended_by is FinishReason.TIMEOUT)
             num_plans = len(service.plans)
             steps.set_free()
@@ -479,15 +482,20 @@ def test_stream_that_holds_its_text_back_is_kept_alive(
 
 
 def test_failure_behind_a_comment_is_an_event(
-    service: WatchedService, port: int, steps: Steps, impatient: None
+    service: WatchedService,
+    port: int,
+    steps: Steps,
+    impatient: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    clock = still_clock(monkeypatch)
     with Client(port) as client:
-        client.send(prompt="a", max_tokens=2, stream=True, timeout_ms=100)
-        status, body = client.read()
-    assert status == 200
-    *comments, last = body.strip().split(b"\n\n")
-    assert set(comments) == {b": keep-alive"}
-    assert events(last)[0]["error"]["code"] == "deadline_exceeded"
+        client.send(prompt="a", max_tokens=2, stream=True, timeout_ms=20)
+        received = client.read_until(b": keep-alive\n\n")
+        clock.now += 1
+        received += client.read_until(b"deadline_exceeded")
+    assert received.startswith(b"HTTP/1.1 200 OK")
+    assert b'data: {"error":' in received
 
 
 def test_client_that_leaves_behind_a_comment_is_noticed(
@@ -500,7 +508,11 @@ def test_client_that_leaves_behind_a_comment_is_noticed(
 
 
 def test_openai_client_passes_over_comments(
-    service: WatchedService, port: int, steps: Steps, impatient: None
+    service: WatchedService,
+    port: int,
+    steps: Steps,
+    impatient: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def ask() -> str:
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
@@ -511,10 +523,13 @@ def test_openai_client_passes_over_comments(
             first.wait(20)
             return "".join(chunk.choices[0].text for chunk in stream)
 
-    first = threading.Event()
+    first, comments = threading.Event(), []
+    keep_alive = http.keep_alive
+    monkeypatch.setattr(
+        http, "keep_alive", lambda answer: comments.append(answer) or keep_alive(answer)
+    )
     asked = gevent.get_hub().threadpool.spawn(ask)
-    until(lambda: len(service.answers) == 1)
-    gevent.sleep(0.05)  # for some comments
+    until(lambda: len(comments) > 2)
     first.set()
     steps.set_free()
     text = asked.get()

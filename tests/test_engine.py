@@ -175,7 +175,7 @@ def test_what_ended_before_a_step_is_told_though_the_step_fails_when_it_is_recor
     def fail(*_: object) -> None:
         raise ValueError("broken")
 
-    monkeypatch.setattr(Scheduler, "_append", fail)
+    monkeypatch.setattr("app.scheduler.append", fail)
     reasons = {advance.sequence.request_id: advance.finish_reason for advance in engine.step()}
     assert reasons == {"0": FinishReason.ABORT, "1": FinishReason.ERROR}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from app.config import read_settings
 from app.errors import UnservableModel, WrongSetting
-from app.loading import _make_cache
+from app.loading import _make_arena
 from app.model import OnnxModel
 from app.sequence import StepPlan
 from app.text import TextCodec
@@ -289,32 +288,29 @@ def test_memory_of_a_portable_row_counts_the_copies_of_a_run(portable: Path) -> 
     assert model.describe(portable)["form"] == "portable"
 
 
-def budget_of(model: OnnxModel, monkeypatch: pytest.MonkeyPatch, usable: int, chunk: int) -> int:
+def budget_of(model: OnnxModel, usable: int, chunk: int) -> int:
     """Rows that are made where `usable` bytes are left to them."""
-    monkeypatch.setattr(model, "free_memory", lambda: math.ceil(usable / 0.8))
     arguments = ["--prefill-chunk", str(chunk), "--max-model-len", "64"]
     settings = read_settings(["--model", str(model.graph.path.parent), *arguments])
-    return _make_cache(model, settings).num_rows
+    return _make_arena(model, settings, usable).max_rows(64)
 
 
-def test_logits_are_in_the_memory_budget(portable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_in_the_memory_budget(portable: Path) -> None:
     model = OnnxModel.load(portable, "cpu", num_threads=1)
     assert not model.graph.has_last_logits_only
     logits = 4 * VOCAB
     row = 64 * model.bytes_per_token + logits
-    assert budget_of(model, monkeypatch, 3 * row + 1, chunk=1) == 3
-    assert budget_of(model, monkeypatch, 3 * row + 16 * logits + 1, chunk=16) == 3
-    assert budget_of(model, monkeypatch, 3 * row + 16 * logits - 9, chunk=16) == 2
+    assert budget_of(model, 3 * row + 1, chunk=1) == 3
+    assert budget_of(model, 3 * row + 16 * logits + 1, chunk=16) == 3
+    assert budget_of(model, 3 * row + 16 * logits - 9, chunk=16) == 2
     says = f"64 tokens takes {row:,} bytes while it .* PREFILL_CHUNK=16 {16 * logits:,}, .* or PREF"
     with pytest.raises(WrongSetting, match=says):
-        budget_of(model, monkeypatch, row, chunk=16)
+        budget_of(model, row, chunk=16)
 
 
-def test_logits_of_the_last_token_do_not_grow_with_the_chunk(
-    tiny_llama: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_of_the_last_token_do_not_grow_with_the_chunk(tiny_llama: TinyModel) -> None:
     model = OnnxModel.load(tiny_llama.folder, "cpu", num_threads=1)
     row = 64 * model.bytes_per_token + 4 * VOCAB
-    assert budget_of(model, monkeypatch, row + 1, chunk=16) == 1
+    assert budget_of(model, row + 1, chunk=16) == 1
     with pytest.raises(WrongSetting, match="can be had: lower MAX_MODEL_LEN$"):
-        budget_of(model, monkeypatch, row - 9, chunk=16)
+        budget_of(model, row - 9, chunk=16)

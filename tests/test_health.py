@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -120,58 +121,44 @@ def test_engine_thread_that_dies_is_not_ready(service: StubService, client: Flas
     assert service.bridge.ended.is_set()  # which ends the process
 
 
-def busy_without_the_lock(seconds: float) -> None:
-    """A native loop, as a session's run is one: hashing long bytes releases Python's lock."""
-    data, ends_at = bytes(4 << 20), time.monotonic() + seconds
-    while time.monotonic() < ends_at:
-        hashlib.sha512(data)
+def busy_without_the_lock() -> None:
+    """A native call, as a session's run is one: hashing long bytes releases Python's lock."""
+    hashlib.sha512(bytes(4 << 20))
 
 
-def busy_in_python(seconds: float) -> None:
+def busy_in_python() -> None:
     """It costs the hub its share, not its life."""
-    ends_at = time.monotonic() + seconds
-    while time.monotonic() < ends_at:
-        sum(range(1000))
+    sum(range(1000))
 
 
-def busy_with_the_lock(seconds: float) -> None:
+def busy_with_the_lock() -> None:
     """As ONNX Runtime holds it while it builds a session: nothing else of Python runs."""
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    ctypes.PyDLL(None).usleep(50_000)
 
 
-@pytest.mark.parametrize(
-    ("busy", "seconds", "allowed"),
-    [
-        (busy_without_the_lock, 0.6, 0.2),
-        (busy_in_python, 0.6, 1.0),
-        # Nothing can answer before the lock is free, but then it must.
-        (busy_with_the_lock, 0.4, 0.6),
-    ],
-)
+@pytest.mark.parametrize("busy", [busy_without_the_lock, busy_in_python, busy_with_the_lock])
 def test_liveness_is_answered_while_a_step_is_busy_natively(
-    service: StubService, busy: Callable[[float], None], seconds: float, allowed: float
+    service: StubService, busy: Callable[[], None]
 ) -> None:
-    """FR36."""
-    entered, is_done = threading.Event(), threading.Event()
+    """FR36. The step ends behind its fifth answer: however slow the machine is, it is in the
+    way all the time."""
+    entered, is_enough = threading.Event(), threading.Event()
 
     def step(plan: StepPlan, logits: object) -> None:
-        if not entered.is_set():
-            entered.set()
-            busy(seconds)
-            is_done.set()
+        entered.set()
+        give_up_at = time.monotonic() + 20
+        while not is_enough.is_set() and time.monotonic() < give_up_at:
+            busy()
+        assert is_enough.is_set()
 
     service.stub.change = step
     with serving_of(service) as server, Client(server) as client, Client(server) as other:
         client.send(post(b'{"prompt": "a", "max_tokens": 2}', path=b"/generate"))
         until(entered.is_set)
-        waits: list[float] = []
-        while not (is_done.is_set() and waits):  # it may have been done before the hub turned
-            sent_at = time.monotonic()
+        for _ in range(5):
             assert other.send(GET).read().status == 200
-            waits.append(time.monotonic() - sent_at)
-            gevent.sleep(0.02)
+        is_enough.set()
         assert client.read().status == 200
-    assert sorted(waits)[int(0.99 * (len(waits) - 1))] < allowed
 
 
 def test_long_prefill_is_ready_as_long_as_its_chunks_come(
@@ -325,7 +312,8 @@ def test_load_tells_each_stage_and_how_long_it_takes(
 
     monkeypatch.setattr(Pulse, "enter", listen)
     client = create_app(service).test_client()
-    assert why_not_ready(client) == "the model is loading: starting for 0 s, 0 s in all"
+    told_first = why_not_ready(client) or ""
+    assert re.fullmatch(r"the model is loading: starting for \d+ s, \d+ s in all", told_first)
     with running(service):
         assert why_not_ready(client) is None
     stages = [message.removeprefix("the model is loading: ").split(" for ")[0] for message in told]

@@ -60,6 +60,7 @@ def test_answer_is_the_text_of_torch_with_usage_and_timings(
     num_prompt = len(codec.encode("the cat"))
     assert answer["usage"] == {
         "prompt_tokens": num_prompt,
+        "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens": 20,
         "total_tokens": num_prompt + 20,
     }
@@ -262,7 +263,13 @@ def test_info_says_what_is_served(server: LiveServer) -> None:
     info = server.get("/info").json()
     assert (info["form"], info["precision"]) == ("fused", "fp32")
     assert info["provider"] == "CPUExecutionProvider"
-    assert (info["max_model_len"], info["max_batch_size"]) == (CONTEXT, 32)
+    assert info["max_model_len"] == CONTEXT
+    assert 4 <= info["max_batch_size"] == info["batch_limit"] <= 32
+    assert info["batch_limit_reason"] == "cap"
+    assert (
+        info["kv_cache_slots"] * info["kv_cache_slot_tokens"] * info["kv_bytes_per_token"]
+        <= (info["kv_budget_bytes"])
+    )
     assert (info["context_length"], info["probe"]) == (CONTEXT, "passed")
     assert (info["precision_mismatch"], info["warnings"]) == (False, [])
     assert info["structured_output"] is True

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from app.kv_cache import KVBudget, KVCache, KVShape
+from app.kv_cache import KVCache, KVShape
 from app.sequence import Move
 
 CPU = torch.device("cpu")
@@ -40,14 +40,6 @@ def test_bytes_per_token_count_keys_and_values_of_all_layers(
     shape: KVShape, num_bytes: int
 ) -> None:
     assert shape.bytes_per_token == num_bytes
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "num_rows"),
-    [(0, 0), (99, 0), (100, 1), (199, 1), (200, 2), (800, 8), (899, 8), (10**15, 8)],
-)
-def test_budget_rows_are_those_that_fit_up_to_the_limit(num_bytes: int, num_rows: int) -> None:
-    assert KVBudget(num_bytes, bytes_per_row=100, max_rows=8).num_rows == num_rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -120,3 +112,16 @@ def test_memory_stays_where_it_is() -> None:
     addresses = [layer.data_ptr() for layer in cache.layers]
     cache.apply([Move(3, 0, 2)])
     assert [layer.data_ptr() for layer in cache.layers] == addresses
+
+
+@pytest.mark.parametrize(("num_tokens", "num_back"), [(3, 5), (5, 3), (4, 4), (0, 6)])
+def test_move_that_goes_both_ways_exchanges_the_filled_parts(
+    num_tokens: int, num_back: int
+) -> None:
+    cache = filled_cache()
+    before = copies(cache)
+    cache.apply([Move(3, 1, num_tokens, num_back)])
+    for layer, old in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer[1, :, :num_tokens], old[3, :, :num_tokens])
+        assert torch.equal(layer[3, :, :num_back], old[1, :, :num_back])
+        assert torch.equal(layer[::2], old[::2])

@@ -8,7 +8,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.machine import available_cpus, available_memory, cpu_features, limit_threads
+from app.machine import (
+    available_cpus,
+    available_memory,
+    cpu_features,
+    limit_threads,
+    memory_reader,
+)
 
 
 def write(root: Path, **files: str) -> Path:
@@ -91,6 +97,24 @@ def test_memory_without_a_real_limit_is_the_hosts(
     monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
     write(tmp_path, memory_dot_max=limit, memory_dot_current="2000000")
     assert available_memory(tmp_path) == 7000
+
+
+@pytest.mark.parametrize("name", ["memory.max", "memory.current"])
+def test_limit_that_cannot_be_read_any_more_is_not_the_hosts_memory(
+    name: str, tmp_path: Path
+) -> None:
+    read = memory_reader(write(tmp_path, memory_dot_max="5000000", memory_dot_current="2000000"))
+    assert read() == 3000000
+    (tmp_path / name).unlink()
+    with pytest.raises(OSError, match=name):
+        read()
+
+
+def test_limit_that_changes_is_heard(tmp_path: Path) -> None:
+    read = memory_reader(write(tmp_path, memory_dot_max="max", memory_dot_current="2000000"))
+    assert read() > 3000000
+    write(tmp_path, memory_dot_max="5000000")
+    assert read() == 3000000
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import pytest
 import torch
 from optimum.onnxruntime import ORTModelForCausalLM
 
-from app.errors import UnservableModel, WrongSetting
-from app.fused import FusedForm
-from app.model import OnnxModel, provider_warnings
+from app.errors import UnservableModel
+from app.model import OnnxModel
 from app.sequence import PrefillChunk, StepPlan
 from quantize import MODEL_FILE
 
@@ -183,57 +182,6 @@ def test_int8_keeps_close_to_fp32(tiny: TinyModel, built: Build) -> None:
     expected = tiny.reference.logits(ids)[-1].numpy()
     assert np.corrcoef(logits, expected)[0, 1] > 0.998
     assert not np.allclose(logits, expected, atol=TOLERANCE)  # it really is quantized
-
-
-def test_strict_cuda_without_a_gpu_is_refused(tiny_llama: TinyModel) -> None:
-    with pytest.raises(UnservableModel, match="DEVICE=cuda"):
-        OnnxModel.load(tiny_llama.folder, "cuda", num_threads=1)
-
-
-def test_provider_that_was_dropped_is_told() -> None:
-    """A CUDA provider whose libraries do not load leaves a session on the CPU."""
-    [warning] = provider_warnings("CUDAExecutionProvider", "CPUExecutionProvider")
-    assert "CUDAExecutionProvider" in warning
-    assert provider_warnings("CUDAExecutionProvider", "CUDAExecutionProvider") == []
-
-
-class WithoutCuda(ORTModelForCausalLM):
-    """optimum's loader where CUDA is installed but cannot be used."""
-
-    @classmethod
-    def from_pretrained(cls, *arguments: object, provider: str, **options: object) -> object:
-        assert provider == "CUDAExecutionProvider"
-        return super().from_pretrained(*arguments, provider="CPUExecutionProvider", **options)
-
-
-@pytest.fixture
-def cuda_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    monkeypatch.setattr(ort, "get_available_providers", lambda: both)
-    monkeypatch.setattr("app.model.ORTModelForCausalLM", WithoutCuda)
-
-
-@pytest.mark.usefixtures("cuda_that_does_not_load")
-def test_auto_falls_back_to_the_cpu_and_says_so(tiny_llama: TinyModel) -> None:
-    model = OnnxModel.load(tiny_llama.folder, "auto", num_threads=1)
-    described = model.describe(tiny_llama.folder)
-    assert (described["provider"], described["device"]) == ("CPUExecutionProvider", "cpu")
-    assert len(described["warnings"]) == 1
-
-
-@pytest.mark.usefixtures("cuda_that_does_not_load")
-def test_strict_cuda_that_does_not_load_is_refused(tiny_llama: TinyModel) -> None:
-    with pytest.raises(UnservableModel, match="DEVICE=cuda.*do not load"):
-        OnnxModel.load(tiny_llama.folder, "cuda", num_threads=1)
-
-
-@pytest.mark.usefixtures("cuda_that_does_not_load")
-def test_strict_cuda_is_refused_before_the_graph_is_put_to_the_proof(
-    tiny_llama: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FusedForm, "check", lambda self: pytest.fail("it was checked first"))
-    with pytest.raises(WrongSetting, match="DEVICE=cuda"):
-        OnnxModel.load(tiny_llama.folder, "cuda", num_threads=1)
 
 
 def test_threads_are_those_of_torch_too(tiny_llama: TinyModel) -> None:

@@ -4,7 +4,6 @@ for the name of the model."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import jsonschema_rs
@@ -14,11 +13,11 @@ from openai.lib import pydantic_function_tool
 from pydantic import BaseModel
 
 from .clients import client_of
-from .live import ROOT, LiveServer
+from .live import LiveServer
 
 pytestmark = pytest.mark.slow
 
-MODEL = "gpt-4o-mini"
+MODEL = "SmolLM2-135M-Instruct"
 WEATHER = {
     "type": "object",
     "properties": {
@@ -42,11 +41,8 @@ TOOLS: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[OpenAI]:
-    folder = ROOT / "models" / "default"
-    assert folder.is_dir(), "run `make model` first (`make test` does)"
-    with LiveServer(folder, "--served-model-name", MODEL) as server:
-        yield client_of(server.wait_ready())
+def client(default_server: LiveServer) -> OpenAI:
+    return client_of(default_server)
 
 
 def test_chat(client: OpenAI) -> None:

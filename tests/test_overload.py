@@ -21,7 +21,7 @@ from app.edge import Edge
 from app.keys import read_pairs
 from app.sequence import StepPlan
 
-from .services import SETTINGS, StubService, running, until
+from .services import SETTINGS, StubService, running, still_clock, until
 from .sockets import Client, Reply, post, serving_of
 
 STEP_SECONDS = 0.005
@@ -205,9 +205,13 @@ def test_stream_that_waits_is_told_its_place_until_it_runs(monkeypatch: pytest.M
         assert not told.search(received[received.index(b"data: ") :])
 
 
-def test_requests_whose_time_is_over_in_the_queue_are_never_read_and_leave_it_at_once() -> None:
+def test_requests_whose_time_is_over_in_the_queue_are_never_read_and_leave_it_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = still_clock(monkeypatch)
     with serving(1) as (service, server, gate):
         [running, *waiting] = fill(service, server, 200, timeout_ms=100)
+        clock.now += 1
         replies = [job.get() for job in waiting]
         assert {(reply.status, reply.code) for reply in replies} == {(504, "deadline_exceeded")}
         gate.is_open = True
@@ -293,11 +297,21 @@ class Storm:
         return [body["timings"]["queue_seconds"] for body in bodies]
 
 
-def test_storm_of_a_thousand_is_told_an_honest_wait_and_takes_no_memory() -> None:
+def test_storm_of_a_thousand_is_told_an_honest_wait_and_takes_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Capacity 4: the last request that was taken waits as long as those that were not were told,
-    within a factor of two; and a second storm takes no more memory."""
+    within a factor of two; and a second storm takes no more memory. Time passes in steps alone."""
+    clock = still_clock(monkeypatch)
     with serving(4, max_queued_requests=NUM_QUEUED) as (service, server, _):
-        service.stub.change = lambda plan, logits: time.sleep(STEP_SECONDS)
+        engine: Any = service.bridge._engine
+        engine._clock = engine.backlog._clock = clock.monotonic
+
+        def take_time(plan: StepPlan, logits: object) -> None:
+            clock.now += STEP_SECONDS
+            time.sleep(STEP_SECONDS)
+
+        service.stub.change = take_time
         warm = Storm(server, 12)
         assert warm.statuses == {200}
         started_at = time.thread_time()

@@ -83,7 +83,9 @@ def test_examples_are_valid_requests() -> None:
         parse(GenerateRequest, body.encode())
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/api.md", "docs/operating.md"])
+@pytest.mark.parametrize(
+    "path", ["README.md", "docs/api.md", "docs/operating.md", "docs/performance.md", "docs/gpu.md"]
+)
 def test_links_lead_to_files_and_headings(path: str) -> None:
     file = ROOT / path
     for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", file.read_text()):
@@ -97,14 +99,12 @@ def test_links_lead_to_files_and_headings(path: str) -> None:
 
 
 @pytest.mark.slow
-def test_examples_get_the_kind_of_answer_that_is_shown() -> None:
+def test_examples_get_the_kind_of_answer_that_is_shown(default_server: LiveServer) -> None:
     """The words may differ from machine to machine: int8 kernels round differently."""
     shown = [json.loads(line) for line in README.splitlines() if line.startswith('{"text"')]
     plain, streamed = (json.loads(body) for body in asked_bodies())
-    with LiveServer(ROOT / "models" / "default") as server:
-        server.wait_ready()
-        answer: dict[str, Any] = server.generate(**plain)
-        assert answer.keys() == shown[0].keys()
-        assert answer["usage"] == shown[0]["usage"]
-        text = "".join(event["text"] for event in server.stream(**streamed))
-        assert "Paris" in text
+    answer: dict[str, Any] = default_server.generate(**plain)
+    assert answer.keys() == shown[0].keys()
+    assert answer["usage"] == shown[0]["usage"]
+    text = "".join(event["text"] for event in default_server.stream(**streamed))
+    assert "Paris" in text
