@@ -60,6 +60,7 @@ def test_answer_is_the_text_of_torch_with_usage_and_timings(
     num_prompt = len(codec.encode("the cat"))
     assert answer["usage"] == {
         "prompt_tokens": num_prompt,
+        "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens": 20,
         "total_tokens": num_prompt + 20,
     }
