@@ -32,8 +32,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 run: $(VENV)/.run-installed $(if $(MODEL_PATH),,$(DEFAULT_MODEL))
 	exec $(BIN)/python -m app
 
+# Two processes, each with whole files: what a file's tests share is made once.
 test: $(VENV)/.dev-installed $(DEFAULT_MODEL)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 faults: $(VENV)/.dev-installed
 	ALL_FAULTS=1 $(BIN)/python -m pytest tests/test_faults.py tests/test_faults_model.py

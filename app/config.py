@@ -45,6 +45,7 @@ class Settings:
     max_body_bytes: int
     max_timeout_ms: int
     max_step_seconds: int
+    slow_step_ms: int
     max_load_seconds: int
     pre_drain_seconds: int
     drain_seconds: int
@@ -70,6 +71,7 @@ class Settings:
     max_queued_tokens: int
     kv_memory_share: float
     kv_idle_seconds: int
+    prefix_cache: bool
     max_gpu_memory_bytes: int
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
@@ -293,6 +295,13 @@ OPTIONS: list[click.Parameter] = [
         "token, or one chunk of a prompt, may take.",
         type=click.IntRange(1, 86_400),
         default=60,
+    ),
+    _option(
+        "--slow-step-ms",
+        "slow_step_ms",
+        "Milliseconds beyond which a step counts in `phi_serve_slow_steps_total`.",
+        type=click.IntRange(1, 86_400_000),
+        default=50,
     ),
     _option(
         "--max-load-seconds",

@@ -24,6 +24,7 @@ from .kv_cache import KVCache, is_lazy
 from .machine import available_cpus
 from .memory import MemoryBudget
 from .model import OnnxModel
+from .prefixes import MIN_SHARED
 from .probe import check_probe
 from .record import Probe, read_record
 from .sampler import sample
@@ -81,6 +82,7 @@ def load(
     scheduler = Scheduler(
         *(max_rows, max_len, settings.prefill_chunk, eos_ids, arena),
         is_exact=model.deterministic,
+        min_shared=MIN_SHARED if settings.prefix_cache and not model.deterministic else None,
         prefill_stall=stall,
     )
     chat = ChatTemplate(codec)
@@ -93,6 +95,7 @@ def load(
         "max_batch_size": max_rows,
         "max_model_len": max_len,
         "prefill_chunk": settings.prefill_chunk,
+        "prefix_cache": settings.prefix_cache and not model.deterministic,
         "prefill_stall": stall,
         "eos_token_ids": sorted(eos_ids),
         **chat.describe(),

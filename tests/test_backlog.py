@@ -31,7 +31,9 @@ class Simulation:
     ) -> None:
         self.now = 0.0
         self.backlog = Backlog(10**6, 10**9, CHUNK, clock=lambda: self.now)
-        self.engine, self.model = stub_engine(num_rows, 4096, CHUNK)
+        self.engine, self.model = stub_engine(
+            num_rows, 4096, CHUNK, min_shared=None
+        )  # each prompt is read whole
         self.engine._clock = lambda: self.now
         self.engine.backlog = self.backlog
         self.open: list[Sequence] = []

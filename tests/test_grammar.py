@@ -223,7 +223,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "patterns": {"type": "string", "pattern": "^[a-c]{2}-\\d+$"},
     "plain numbers": {"type": ["number", "null"]},
     "numbers from": {"type": "number", "exclusiveMinimum": 0},
-    **{name: {"type": "string", "format": name} for name in FORMATS},
+    **{name: {"type": "string", "format": name} for name in sorted(FORMATS)},
     "format and pattern": {"type": "string", "format": "date", "pattern": "^2"},
     "one property": {
         "type": "object",

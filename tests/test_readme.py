@@ -83,7 +83,9 @@ def test_examples_are_valid_requests() -> None:
         parse(GenerateRequest, body.encode())
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/api.md", "docs/operating.md", "docs/gpu.md"])
+@pytest.mark.parametrize(
+    "path", ["README.md", "docs/api.md", "docs/operating.md", "docs/performance.md", "docs/gpu.md"]
+)
 def test_links_lead_to_files_and_headings(path: str) -> None:
     file = ROOT / path
     for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", file.read_text()):
