@@ -243,6 +243,8 @@ class Engine:
             self._tell(self._observer.timed, *times)
             if not self._is_tested:
                 self._tell(self.backlog.stepped, plan, now - started_at)
+                if not any(advance.error for advance in advances):  # else it may have broken off
+                    self._tell(self._scheduler.prefill_budget.stepped, plan, now - started_at)
                 self._worked_at = now
         self._left_at = None if scheduler.is_idle else now
         self._tell(self._observer.counted, scheduler.num_waiting, scheduler.num_running)
@@ -297,7 +299,9 @@ class Engine:
         started_at = self._clock()
         self.submit(probe)
         self.step()
-        self.backlog.pace.guess(self._clock() - started_at)
+        seconds = self._clock() - started_at
+        self.backlog.pace.guess(seconds)
+        self._scheduler.prefill_budget.guess(seconds)
         while not probe.is_finished:
             self.step()
         self.step()  # drops its row

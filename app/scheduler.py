@@ -1,10 +1,10 @@
 """Who runs in the next step. Pure: no I/O, clock, thread or array.
 
 The policy, whole: every running sequence decodes in every step, for an open stream must not wait;
-beside them at most one prompt is read, a chunk per step. The next one of the queue is taken up when
-it fits in the budget with all that run (`arena.py`). Where those outgrow it, the youngest is
-preempted: it waits again, first of its owner's, and reads prompt and answer anew later. A single
-row always may run. Which row is whose: `slots.py`.
+beside them at most one prompt is read, a chunk per step, as large as `prefill_budget` says. The
+next one of the queue is taken up when it fits in the budget with all that run (`arena.py`). Where
+those outgrow it, the youngest is preempted: it waits again, first of its owner's, and reads prompt
+and answer anew later. A single row always may run. Which row is whose: `slots.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from operator import attrgetter
 from .advances import append, failed, no_choice, not_finite
 from .arena import Arena, KVUsage
 from .batch_limit import BatchLimit
+from .prefill_budget import PrefillBudget
 from .sampler import Sampled
 from .sequence import Advance, Move, PrefillChunk, Resize, Sequence, Status, StepPlan
 from .slots import Slots
@@ -39,6 +40,7 @@ class Scheduler:
         *,
         is_exact: bool = False,
         min_shared: int | None = None,
+        prefill_stall: float = 0.0,
     ) -> None:
         """Without an `arena` all rows fit at their full length. `is_exact`: what is read again is
         read in the runs in which it was first, so that no number changes. `min_shared`: from how
@@ -47,7 +49,7 @@ class Scheduler:
         self.arena = arena or Arena.fixed(max_batch_size, max_model_len)
         self._limit = BatchLimit(max_batch_size)
         self._max_model_len = max_model_len
-        self._prefill_chunk = prefill_chunk
+        self.prefill_budget = PrefillBudget(prefill_chunk, prefill_stall)
         self._eos_ids = eos_ids
         self._is_exact = is_exact
         self._waiting = WaitingQueue()
@@ -179,7 +181,11 @@ class Scheduler:
         if sequence is None:
             return None
         start, num_prompt = sequence.num_cached, len(sequence.prompt_ids)
-        stop = min(start + self._prefill_chunk, sequence.num_to_read)
+        num_left, decoding = sequence.num_to_read - start, self._slots.decoding
+        size = self.prefill_budget.take(start, num_left, decoding, self.num_waiting)
+        if size == 0:
+            return None
+        stop = start + size
         if self._is_exact and sequence.num_reread:  # the answer came token by token
             stop = min(stop, num_prompt) if start < num_prompt else start + 1
         return PrefillChunk(sequence, self._slots.prefill_slot, start, sequence.tokens(start, stop))

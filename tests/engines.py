@@ -135,11 +135,13 @@ def stub_engine(
     observer: Observer | None = None,
     arena: Arena | None = None,
     min_shared: int | None = 4,
+    prefill_stall: float = 0.0,
 ) -> tuple[Engine, StubModel]:
     model = StubModel()
     scheduler = Scheduler(
         *(max_batch_size, max_model_len, prefill_chunk, frozenset(eos_ids), arena),
         min_shared=min_shared,
+        prefill_stall=prefill_stall,
     )
     cache = TokenCache(*scheduler.arena.size)
     engine = Engine(model, cache, scheduler, observer or Unobserved())  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ OWN: dict[str, set[str]] = {
     "origin": set(),
     "garbage": set(),
     "pace": set(),
+    "step_cost": set(),
     "stops": set(),
     "precision": set(),
     # the model folder, as far as it can be read without its weights
@@ -61,6 +62,7 @@ OWN: dict[str, set[str]] = {
     "waiting": {"sequence"},
     "work": {"sequence"},
     "backlog": {"errors", "pace", "sequence", "work"},
+    "prefill_budget": {"sequence", "step_cost"},
     "runner": set(),
     "cuda": set(),
     "session": {"cuda", "errors", "folder", "graph"},
@@ -68,7 +70,10 @@ OWN: dict[str, set[str]] = {
     "advances": {"repetition", "sequence"},
     "slots": {"prefixes", "sequence"},
     "prefixes": set(),
-    "scheduler": {*{"advances", "arena", "batch_limit", "sampler", "sequence", "slots", "waiting"}},
+    "scheduler": {
+        *{"advances", "arena", "batch_limit", "prefill_budget", "sampler", "sequence", "slots"},
+        "waiting",
+    },
     "fused": {"form", "graph", "kv_cache"},
     "portable": {"errors", "form", "kv_cache"},
     "model": {
