@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Many
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,8 +156,8 @@ def _nucleus_sizes(weights: Floats, top_p: Floats, masses: Floats) -> NDArray[np
 
 
 def _keep_largest(
-    values: NDArray[np.float32] | Floats, numbers: NDArray[np.int64], nothing: float = -math.inf
-) -> NDArray[np.float32] | Floats:
+    values: NDArray[Any], numbers: NDArray[np.int64], nothing: float = -math.inf
+) -> NDArray[Any]:
     """The so many largest of each row, of ties the first; `nothing` in place of the others."""
     ordered = np.sort(values, axis=1)
     places = np.clip(values.shape[1] - numbers, 0, values.shape[1] - 1)
@@ -165,7 +166,8 @@ def _keep_largest(
     is_tie = values == edges
     room = numbers - is_above.sum(axis=1)
     is_kept = is_above | (is_tie & (is_tie.cumsum(axis=1) <= room[:, None]))
-    return np.where(is_kept, values, values.dtype.type(nothing))
+    kept: NDArray[Any] = np.where(is_kept, values, values.dtype.type(nothing))
+    return kept
 
 
 def _first_above(cumulative: Floats, targets: Floats) -> NDArray[np.int64]:

