@@ -63,6 +63,11 @@ class KVLimits:
     fixed_bytes: int = 0  # beside all rows: the logits of a prompt's chunk
     is_lazy: bool = False
 
+    @property
+    def headroom(self) -> int:
+        """Tokens that rows may grow by before a newcomer has to give way."""
+        return self.first_len // 8
+
     def bucket(self, num_tokens: int) -> int:
         """The length of a slot for so many tokens."""
         length = self.first_len

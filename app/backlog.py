@@ -208,7 +208,8 @@ class Backlog:
         sequences = [*plan.decode, *([plan.prefill.sequence] if plan.prefill else [])]
         sequences += [each for each in self._preempted if each.status is Status.WAITING]
         works = [self._work(sequence) for sequence in sequences if not sequence.is_finished]
-        first = min((work.row_steps for work in works), default=0.0)
+        steps_per_chunk = self.pace.steps_per_chunk
+        first = min((w.in_smaller_chunks(steps_per_chunk).row_steps for w in works), default=0.0)
         return _Running(plan.rows_per_run, sum(works, Work()), first)
 
     def _seconds(self, ahead: Work, running: _Running) -> float:
@@ -217,7 +218,7 @@ class Backlog:
         Prompts are read one after the other; rows end, on average, once all that they have had in
         front has run, but for half an answer of each that still runs then.
         """
-        total = ahead + running.work
+        total = (ahead + running.work).in_smaller_chunks(self.pace.steps_per_chunk)
         num_steps = total.num_steps
         if total.num_sequences >= running.num_rows:
             num_steps = max(num_steps, running.num_steps_to_first)
@@ -247,7 +248,11 @@ class Backlog:
                 line.gone.add(sequence, num_steps)
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
-        num_tokens = len(plan.prefill.token_ids) if plan.prefill is not None else 0
+        num_tokens = 0
+        if (chunk := plan.prefill) is not None:
+            num_tokens = len(chunk.token_ids)
+            end = chunk.start + num_tokens
+            self.pace.read(self._num_steps(end) - self._num_steps(chunk.start))
         self.pace.stepped(num_tokens, seconds)
 
     def finished(self, sequence: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the KV cache: how much memory it may take, and for how long.
+"""Settings of the KV cache: how much memory it may take, for how long, and what it keeps.
 
 They are options as `config.py`'s are, and fields of its `Settings`.
 """
@@ -31,5 +31,12 @@ CACHE_OPTIONS: list[click.Parameter] = [
         "kv_idle_seconds",
         "Seconds without requests after which the KV cache gives its memory back; 0: never.",
         *(60, 0, 86_400),
+    ),
+    option(
+        "prefix_cache",
+        "Keep the keys of requests that have ended until their row is needed: a prompt of the same "
+        "API key that begins likewise is not read again that far. Not with `DETERMINISTIC`.",
+        True,
+        type=click.BOOL,
     ),
 ]

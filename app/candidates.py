@@ -17,12 +17,12 @@ from .sequence import SamplingParams
 
 # Longer rows get their weights in float32: 1e-6 of a weight, and a third of the time of float64.
 _MAX_EXACT = 4096
-_BLOCK = 128
+BLOCK = 128
 _FEW = 512
 _MIN_TEMPERATURE = 1e-30  # float32 does not know the inverse of a much smaller number
 # At low temperatures most weights of a long row are next to nothing: all those below this share of
 # the largest are less than 1e-8 of the mass, and float32 takes ten times as long for them.
-_LOW_TEMPERATURE = 0.4
+LOW_TEMPERATURE = 0.4
 _NEGLIGIBLE = 1e-14
 
 
@@ -72,7 +72,7 @@ def candidates(
 
 
 def _least_share(params: SamplingParams, vocab: int) -> float:
-    if params.temperature < _LOW_TEMPERATURE and params.top_k == 0 and vocab > _MAX_EXACT:
+    if params.temperature < LOW_TEMPERATURE and params.top_k == 0 and vocab > _MAX_EXACT:
         return max(params.min_p, _NEGLIGIBLE)
     return params.min_p
 
@@ -129,10 +129,10 @@ def exponentials(
 
 
 def block_sums(weights: NDArray[Any]) -> NDArray[np.float64]:
-    """Of each `_BLOCK` weights, the last of those that are left."""
-    end = len(weights) - len(weights) % _BLOCK
+    """Of each `BLOCK` weights, the last of those that are left."""
+    end = len(weights) - len(weights) % BLOCK
     # einsum adds short rows three times as fast as sum.
-    sums = np.einsum("ij->i", weights[:end].reshape(-1, _BLOCK)).astype(np.float64)
+    sums = np.einsum("ij->i", weights[:end].reshape(-1, BLOCK)).astype(np.float64)
     return sums if end == len(weights) else np.append(sums, weights[end:].sum(dtype=np.float64))
 
 
@@ -186,9 +186,9 @@ def _inverse_cdf(weights: NDArray[Any], draw: float) -> int:
     cumulative = block_sums(weights).cumsum()
     target = draw * float(cumulative[-1])
     block = _first_above(cumulative, target)
-    start = block * _BLOCK
+    start = block * BLOCK
     before = float(cumulative[block - 1]) if block > 0 else 0.0
-    within = weights[start : start + _BLOCK].cumsum(dtype=np.float64)
+    within = weights[start : start + BLOCK].cumsum(dtype=np.float64)
     return start + _first_above(within, target - before)
 
 

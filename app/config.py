@@ -5,6 +5,7 @@ click checks every value before anything slow is imported, and its message names
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
@@ -40,9 +41,11 @@ class Settings:
     max_batch_size: int
     max_model_len: int
     prefill_chunk: int
+    prefill_stall: float
     max_body_bytes: int
     max_timeout_ms: int
     max_step_seconds: int
+    slow_step_ms: int
     max_load_seconds: int
     pre_drain_seconds: int
     drain_seconds: int
@@ -68,6 +71,7 @@ class Settings:
     max_queued_tokens: int
     kv_memory_share: float
     kv_idle_seconds: int
+    prefix_cache: bool
     max_gpu_memory_bytes: int
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
@@ -85,6 +89,12 @@ def _model_folder(_: click.Context, __: click.Parameter, value: Path) -> Path:
 def _not_one(_: click.Context, __: click.Parameter, value: int) -> int:
     if value == 1:
         raise click.BadParameter("1 leaves no room for a prompt and an answer.")
+    return value
+
+
+def _number(_: click.Context, __: click.Parameter, value: float) -> float:
+    if math.isnan(value):  # click's range takes it
+        raise click.BadParameter("not a number.")
     return value
 
 
@@ -249,9 +259,19 @@ OPTIONS: list[click.Parameter] = [
     _option(
         "--prefill-chunk",
         "prefill_chunk",
-        "Prompt tokens read per step, between the steps of open streams.",
+        "Most prompt tokens that a step reads: as many as this while no stream is open.",
         type=click.IntRange(1, 65536),
-        default=128,
+        default=192,
+    ),
+    _option(
+        "--prefill-stall",
+        "prefill_stall",
+        "How many times its own length a step of the open streams may grow for the reading of a "
+        "prompt: less is smoother for them, more reads prompts faster; 0 always reads "
+        "`PREFILL_CHUNK`.",
+        type=click.FloatRange(0, 1000),
+        callback=_number,
+        default=1.0,
     ),
     _option(
         "--max-body-bytes",
@@ -275,6 +295,13 @@ OPTIONS: list[click.Parameter] = [
         "token, or one chunk of a prompt, may take.",
         type=click.IntRange(1, 86_400),
         default=60,
+    ),
+    _option(
+        "--slow-step-ms",
+        "slow_step_ms",
+        "Milliseconds beyond which a step counts in `phi_serve_slow_steps_total`.",
+        type=click.IntRange(1, 86_400_000),
+        default=50,
     ),
     _option(
         "--max-load-seconds",

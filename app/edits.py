@@ -2,13 +2,10 @@
 tokens are forbidden, biased, or penalized for having come before. Greedy choices feel it, too.
 
 The order is vLLM's (v1/sample/sampler.py): what is forbidden, then bias, then the penalties. A
-forbidden token is at minus infinity, which nothing later brings back.
+forbidden token is at minus infinity, which nothing brings back.
 """
 
 from __future__ import annotations
-
-from array import array
-from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +14,10 @@ from .sequence import SamplingParams, Sequence
 
 Logits = NDArray[np.float32]  # (vocab,)
 Mask = NDArray[np.uint32]
+Columns = NDArray[np.float64]  # (facts, tokens)
+_NUM_FACTS = 6
+_ID, _BIAS, _NUMBER, _IS_SEEN, _IS_BANNED, _IS_END = range(_NUM_FACTS)
+_ROOM = 64  # columns for tokens to come
 
 _LARGEST = float(np.finfo(np.float32).max)
 # For each byte of a mask what it adds to its 8 tokens: 0 or minus infinity.
@@ -34,35 +35,50 @@ def edits_of(sequence: Sequence) -> Edits:
 
 class Edits:
     """A sequence's parameters as arrays, and which tokens it has seen how often. A step costs what
-    is new in it, not what is long in the request."""
+    is new in it, not what is long in the request.
+
+    Of each token that may change, once, a column: its id, bias, number in the answer, and whether
+    it has come (in the prompt too, if a penalty asks for it), is banned, is an end.
+    """
 
     def __init__(self, params: SamplingParams) -> None:
         allowed = params.allowed_token_ids
-        self._allowed = None if allowed is None else _ids(allowed)
-        self._banned = _ids(params.banned_token_ids)
-        self._biased = _ids(params.logit_bias)
-        self._bias = np.array([*params.logit_bias.values()], np.float32)
+        self._allowed = None if allowed is None else np.fromiter(allowed, np.int64, len(allowed))
         self._params = params
-        self._seen = _Seen() if _has_penalty(params) else None
+        self._has_penalty = _has_penalty(params)
         self._is_needed = (
             allowed is not None
-            or len(self._banned) + len(self._biased) > 0
-            or self._seen is not None
+            or len(params.banned_token_ids) + len(params.logit_bias) > 0
+            or self._has_penalty
         )
+        self._table: Columns | None = None
+        self._places: dict[int, int] = {}
+        self._num_outputs = 0  # counted so far
 
     @property
     def are_never_needed(self) -> bool:
         """But for a mask."""
         return not self._is_needed and self._params.min_tokens == 0
 
+    @property
+    def has_allowed(self) -> bool:
+        """Only some tokens may come: that changes the whole row."""
+        return self._allowed is not None
+
     def are_needed(self, sequence: Sequence) -> bool:
         """Do they change the next row, even without a mask?"""
-        return self._is_needed or self._is_short(sequence)
+        return self._is_needed or self.is_short(sequence)
 
-    def _is_short(self, sequence: Sequence) -> bool:
+    def is_short(self, sequence: Sequence) -> bool:
         """No end token may come yet."""
         least = self._params.min_tokens
         return least > 0 and len(sequence.output_ids) < least and bool(sequence.end_ids)
+
+    def factors(self, sequence: Sequence) -> tuple[float, float, float, float]:
+        """What `changed` wants to know beside the columns."""
+        params = self._params
+        penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        return (*penalties, float(self.is_short(sequence)))
 
     def apply(
         self, logits: Logits, sequence: Sequence, mask: Mask | None, scratch: Logits
@@ -83,79 +99,105 @@ class Edits:
             kept = scratch[self._allowed]
             scratch.fill(-np.inf)
             scratch[self._allowed] = kept
-        if len(self._banned):
-            scratch[self._banned] = -np.inf
-        if self._is_short(sequence):
-            scratch[[id_ for id_ in sequence.end_ids if id_ < len(scratch)]] = -np.inf
-        if len(self._biased):
-            scratch[self._biased] += self._bias
-        if self._seen is not None:
-            self._seen.update(sequence)
-            ids = self._seen.ids
-            scratch[ids] = self._seen.penalized(scratch[ids], self._params)
+        columns = self.columns(sequence, len(scratch))
+        ids = columns[_ID].astype(np.int64)
+        factors = np.array(self.factors(sequence))[:, None]
+        scratch[ids] = changed(scratch[ids], columns, factors)
         return scratch
 
+    def columns(self, sequence: Sequence, vocab: int) -> Columns:
+        """As they are for the next row."""
+        if self._table is None:
+            self._table = self._first_columns(sequence, vocab)
+        if self._has_penalty:
+            for id_ in sequence.output_ids[self._num_outputs :]:
+                self._count(id_)
+            self._num_outputs = len(sequence.output_ids)
+        return self._table[:, : len(self._places)]
 
-class _Seen:
-    """The ids of a sequence, each once, and how often each of them came in the answer: those that
-    only the prompt has count 0. The prompt is left out if no penalty asks for it."""
+    def _first_columns(self, sequence: Sequence, vocab: int) -> Columns:
+        params = self._params
+        prompt_ids = sequence.prompt_ids if params.repetition_penalty != 1 else []
+        end_ids = [id_ for id_ in sequence.end_ids if id_ < vocab] if params.min_tokens else []
+        ids = dict.fromkeys([*params.logit_bias, *params.banned_token_ids, *end_ids, *prompt_ids])
+        self._places = dict(zip(ids, range(len(ids)), strict=True))
+        table = np.zeros((_NUM_FACTS, len(ids) + _ROOM))
+        table[_ID, : len(ids)] = [*ids]
+        table[_BIAS, : len(params.logit_bias)] = np.array([*params.logit_bias.values()], np.float32)
+        facts = (_IS_SEEN, prompt_ids), (_IS_BANNED, params.banned_token_ids), (_IS_END, end_ids)
+        for fact, members in facts:
+            table[fact, [self._places[id_] for id_ in members]] = 1
+        return table
 
-    def __init__(self) -> None:
-        self._ids = array("q")
-        self._counts = array("d")  # float64, as it is calculated with
-        self._places: dict[int, int] = {}
-        self._num_outputs = -1  # counted so far; -1: nor is the prompt
+    def _count(self, id_: int) -> None:
+        assert self._table is not None
+        place = self._places.setdefault(id_, len(self._places))
+        if place == self._table.shape[1]:
+            self._table = np.concatenate([self._table, np.zeros_like(self._table)], axis=1)
+        self._table[_ID, place] = id_
+        self._table[_NUMBER, place] += 1
+        self._table[_IS_SEEN, place] = 1
 
-    def update(self, sequence: Sequence) -> None:
-        if self._num_outputs < 0:
-            self._num_outputs = 0
-            if sequence.params.repetition_penalty != 1:
-                self._ids = array("q", dict.fromkeys(sequence.prompt_ids))
-                self._counts = array("d", bytes(8 * len(self._ids)))
-                self._places = {id_: place for place, id_ in enumerate(self._ids)}
-        for id_ in sequence.output_ids[self._num_outputs :]:
-            place = self._places.setdefault(id_, len(self._ids))
-            if place == len(self._ids):
-                self._ids.append(id_)
-                self._counts.append(0)
-            self._counts[place] += 1
-        self._num_outputs = len(sequence.output_ids)
+
+def changed(logits: Logits, columns: Columns, factors: NDArray[np.float64]) -> Logits:
+    """What `logits` become, shape (tokens,), with their `columns` and the `factors` of the sequence
+    of each, or of the only one.
+
+    Repetition: Keskar et al., "CTRL", 2019, of the prompt's and the answer's tokens, as in
+    transformers' RepetitionPenaltyLogitsProcessor: a positive logit is divided by the penalty,
+    a negative one multiplied.
+
+    Frequency and presence: OpenAI's formula (API reference, "Frequency and presence penalties"),
+    of the answer's tokens only, as in vLLM: logit - count * frequency_penalty
+    - (count > 0) * presence_penalty.
+    """
+    repetition, frequency, presence, is_short = factors
+    biased = logits + columns[_BIAS].astype(np.float32)
+    values = biased.astype(np.float64)
+    penalized = np.where(values < 0, values * repetition, values / repetition)
+    values = np.where(columns[_IS_SEEN] > 0, penalized, values)
+    numbers = columns[_NUMBER]
+    values -= frequency * numbers
+    values -= presence * (numbers > 0)
+    # A penalty must not make an infinity, nor forbid a token.
+    if not (np.abs(values) <= _LARGEST).all():
+        values = np.where(np.isfinite(biased), np.clip(values, -_LARGEST, _LARGEST), values)
+    values[(columns[_IS_BANNED] + columns[_IS_END] * is_short) > 0] = -np.inf
+    edited: Logits = values.astype(np.float32)
+    return edited
+
+
+class Overlay:
+    """Rows of `logits` with their sequences' edits written in place, a few tokens of each, until
+    `lift` puts back what was there. No sequence has `allowed_token_ids`."""
+
+    def __init__(self, logits: NDArray[np.float32], edited: list[tuple[int, Sequence]]) -> None:
+        vocab = logits.shape[1]
+        self._flat = logits.reshape(-1)
+        columns = [edits_of(each).columns(each, vocab) for _, each in edited]
+        sizes = np.array([part.shape[1] for part in columns])
+        self.rows = np.array([row for row, _ in edited])[sizes > 0]
+        self._starts = (sizes.cumsum() - sizes)[sizes > 0]
+        table = np.concatenate(columns, axis=1)
+        factors = np.array([edits_of(each).factors(each) for _, each in edited]).T
+        self._places = table[_ID].astype(np.int64)
+        self._places += np.repeat([row * vocab for row, _ in edited], sizes)
+        self._before = self._flat[self._places]
+        values = changed(self._before, table, np.repeat(factors, sizes, axis=1))
+        self._flat[self._places] = values
 
     @property
-    def ids(self) -> NDArray[np.int64]:
-        return np.frombuffer(self._ids, np.int64)
+    def largest_before(self) -> NDArray[np.float32]:
+        """Of each of `rows`, among the tokens that were written over."""
+        return np.maximum.reduceat(self._before, self._starts)
 
-    def penalized(self, logits: Logits, params: SamplingParams) -> NDArray[np.float64]:
-        """What the logits of `ids` become.
-
-        Repetition: Keskar et al., "CTRL", 2019, of the prompt's and the answer's tokens, as in
-        transformers' RepetitionPenaltyLogitsProcessor: a positive logit is divided by the penalty,
-        a negative one multiplied.
-
-        Frequency and presence: OpenAI's formula (API reference, "Frequency and presence
-        penalties"), of the answer's tokens only, as in vLLM: logit - count * frequency_penalty
-        - (count > 0) * presence_penalty.
-        """
-        values = logits.astype(np.float64)
-        if (penalty := params.repetition_penalty) != 1:
-            values = np.where(values < 0, values * penalty, values / penalty)
-        if params.frequency_penalty:
-            values -= params.frequency_penalty * np.frombuffer(self._counts, np.float64)
-        if params.presence_penalty:
-            values -= params.presence_penalty * (np.frombuffer(self._counts, np.float64) > 0)
-        # A penalty must not make an infinity, nor forbid a token.
-        if np.abs(values).max(initial=0) > _LARGEST:
-            values = np.where(np.isfinite(logits), np.clip(values, -_LARGEST, _LARGEST), values)
-        return values
+    def lift(self) -> None:
+        self._flat[self._places] = self._before
 
 
 def _has_penalty(params: SamplingParams) -> bool:
     off = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     return off != (1, 0, 0)
-
-
-def _ids(ids: Collection[int]) -> NDArray[np.int64]:
-    return np.fromiter(ids, np.int64, len(ids))
 
 
 def _forbid_unmasked(logits: Logits, mask: Mask, edited: Logits) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LOOK_SECONDS = 0.25  # between looks at the memory, which is read once a second
 _NUM_FAILED = 2  # steps in a row that tell of the model, not of a request
 _OUT_OF_MEMORY = (
     "out of memory",  # CUDA, torch
@@ -57,6 +58,7 @@ class Observer(Protocol):
 
     def preempted(self, num_sequences: int) -> None: ...
     def stepped(self, plan: StepPlan) -> None: ...
+    def timed(self, model_seconds: float, step_seconds: float, work_seconds: float) -> None: ...
     def spoiled(self, num_rows: int) -> None: ...
     def advanced(self, sequences: list[Sequence], now: float) -> None: ...
     def finished(self, sequence: Sequence) -> None: ...
@@ -70,6 +72,7 @@ class Unobserved:
 
     def preempted(self, num_sequences: int) -> None: ...
     def stepped(self, plan: StepPlan) -> None: ...
+    def timed(self, model_seconds: float, step_seconds: float, work_seconds: float) -> None: ...
     def spoiled(self, num_rows: int) -> None: ...
     def advanced(self, sequences: list[Sequence], now: float) -> None: ...
     def finished(self, sequence: Sequence) -> None: ...
@@ -89,7 +92,7 @@ class Engine:
         observer: Observer,
         clock: Callable[[], float] = time.monotonic,
         num_threads: int = 1,  # for masks, beside the model's
-        sampler: Sampler = sample,  # one that takes the model's logits
+        sampler: Sampler | None = None,  # one that takes the model's logits; None: `sample`
         budget: Callable[[int], int] | None = None,
         idle_seconds: float = 0.0,
     ) -> None:
@@ -102,14 +105,17 @@ class Engine:
         self._observer = observer
         self._clock = clock
         self._masks = MaskWorker(num_threads)
-        self._sample = sampler
+        self._sampler = sampler
         self.backlog = Backlog()  # hears of each step; the bridge puts its own here
         # In a row; apart, for a good prompt says nothing of a decode that always fails.
         self._num_failed = {"prefill": 0, "decode": 0}
         self._is_tested = False  # by itself
         self._budget = budget
+        self._look_at = 0.0
         self._idle_seconds = idle_seconds
         self._worked_at: float | None = None  # None: nothing to give back
+        self._model_seconds = 0.0  # of this step
+        self._left_at: float | None = None  # the end of the step before, if it left work
         self.num_steps = 0  # that ran something, well or not
         self._tell_limits()
 
@@ -136,7 +142,8 @@ class Engine:
         A model that raises costs the sequences of that step an error, never the engine.
         """
         started_at = self._clock()
-        self._look_at_memory()
+        self._look_at_memory(started_at)
+        self._model_seconds = 0.0
         plan = self._scheduler.plan()
         self._tell_plan(plan)
         self.num_steps += not plan.is_empty
@@ -158,10 +165,12 @@ class Engine:
             if has_run:
                 self._num_failed[kind] = 0 if is_good else self._num_failed[kind] + 1
 
-    def _look_at_memory(self) -> None:
-        if self._budget is not None:
-            held = self._cache.bytes_held(self._scheduler.num_written)
-            self._scheduler.arena.budget = self._budget(held)
+    def _look_at_memory(self, now: float) -> None:
+        if self._budget is None or now < self._look_at:
+            return
+        self._look_at = now + _LOOK_SECONDS
+        held = self._cache.bytes_held(self._scheduler.num_written)
+        self._scheduler.arena.budget = self._budget(held)
 
     def _prepare(self, plan: StepPlan) -> StepPlan:
         """Makes the cache what the plan asks for. Where memory for that runs out, a plan of nothing
@@ -185,8 +194,13 @@ class Engine:
         if plan.is_empty:
             return sample(np.empty((0, 1), np.float32), [])
         self._masks.start(plan.sampled)  # they are filled while the model runs
-        logits = self._forward(plan)
-        sampled = self._sample(logits, plan.sampled, self._masks.collect())
+        asked_at = self._clock()
+        try:
+            logits = self._forward(plan)
+        finally:
+            self._model_seconds = self._clock() - asked_at
+        choose = self._sampler or sample
+        sampled = choose(logits, plan.sampled, self._masks.collect())
         if num_spoiled := int(np.count_nonzero(~sampled.is_finite)):
             log.error("logits are not finite in %d of %d rows", num_spoiled, len(plan.sampled))
             self._tell(self._observer.spoiled, num_spoiled)
@@ -221,12 +235,18 @@ class Engine:
                 self._tell(self._observer.finished, advance.sequence)
                 if not self._is_tested:
                     self._tell(self.backlog.finished, advance.sequence)
+        scheduler = self._scheduler
         if not plan.is_empty:
             self._tell(self._observer.stepped, plan)
+            waited_at = started_at if self._left_at is None else self._left_at
+            times = (self._model_seconds, now - started_at, now - waited_at)
+            self._tell(self._observer.timed, *times)
             if not self._is_tested:
                 self._tell(self.backlog.stepped, plan, now - started_at)
+                if not any(advance.error for advance in advances):  # else it may have broken off
+                    self._tell(self._scheduler.prefill_budget.stepped, plan, now - started_at)
                 self._worked_at = now
-        scheduler = self._scheduler
+        self._left_at = None if scheduler.is_idle else now
         self._tell(self._observer.counted, scheduler.num_waiting, scheduler.num_running)
         self._tell_limits()
 
@@ -279,7 +299,9 @@ class Engine:
         started_at = self._clock()
         self.submit(probe)
         self.step()
-        self.backlog.pace.guess(self._clock() - started_at)
+        seconds = self._clock() - started_at
+        self.backlog.pace.guess(seconds)
+        self._scheduler.prefill_budget.guess(seconds)
         while not probe.is_finished:
             self.step()
         self.step()  # drops its row

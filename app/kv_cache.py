@@ -60,8 +60,11 @@ class KVCache:
     def apply(self, moves: Ordered[Move]) -> None:
         for move in moves:
             for layer in self.layers:
-                filled = layer[move.source, :, : move.num_tokens]
-                layer[move.target, :, : move.num_tokens].copy_(filled)
+                source, target = layer[move.source], layer[move.target]
+                back = target[:, : move.num_back].clone() if move.num_back else None
+                target[:, : move.num_tokens].copy_(source[:, : move.num_tokens])
+                if back is not None:
+                    source[:, : move.num_back].copy_(back)
 
     def resize(self, resize: Resize) -> None:
         """Layer by layer, so that no more than one is there twice. If memory runs out, all is lost:

@@ -24,6 +24,7 @@ from .kv_cache import KVCache, is_lazy
 from .machine import available_cpus
 from .memory import MemoryBudget
 from .model import OnnxModel
+from .prefixes import MIN_SHARED
 from .probe import check_probe
 from .record import Probe, read_record
 from .sampler import sample
@@ -76,9 +77,13 @@ def load(
     arena = _make_arena(model, settings, budget.update(0))
     cache = KVCache(model.spec.kv, *arena.size, model.device)
     max_rows, max_len = arena.limits.max_rows, arena.limits.max_len
+    # Chunks by the clock would differ from run to run, and with them the last bits of logits.
+    stall = 0.0 if settings.deterministic else settings.prefill_stall
     scheduler = Scheduler(
         *(max_rows, max_len, settings.prefill_chunk, eos_ids, arena),
         is_exact=model.deterministic,
+        min_shared=MIN_SHARED if settings.prefix_cache and not model.deterministic else None,
+        prefill_stall=stall,
     )
     chat = ChatTemplate(codec)
     grammars = _make_grammars(codec, model.spec.vocab_size, eos_ids)
@@ -90,6 +95,8 @@ def load(
         "max_batch_size": max_rows,
         "max_model_len": max_len,
         "prefill_chunk": settings.prefill_chunk,
+        "prefix_cache": settings.prefix_cache and not model.deterministic,
+        "prefill_stall": stall,
         "eos_token_ids": sorted(eos_ids),
         **chat.describe(),
         "structured_output": grammars is not None,

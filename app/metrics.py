@@ -5,6 +5,7 @@ Names and bucket edges follow vLLM's (DESIGN 7), with our prefix.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from prometheus_client.registry import Collector
 from . import histogram as batched
 from .arena import KVUsage
 from .backlog import Backlog
+from .busy import BusyRatio
 from .sequence import Sequence, StepPlan
 
 _TTFT_BUCKETS = (
@@ -42,11 +44,18 @@ _BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 class Metrics:
     """All metrics of one server, in `registry`."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        slow_step_seconds: float = 0.05,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         # Off: a second series for each, which nothing reads.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.current: EngineMetrics | None = None  # of the engine that new requests go to
         self._engines: list[EngineMetrics] = []
+        self._slow_step_seconds = slow_step_seconds
+        self._clock = clock
 
         def histogram(name: str, help_: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"phi_serve_{name}", help_, buckets=buckets, registry=registry)
@@ -80,6 +89,12 @@ class Metrics:
         running.set_function(lambda: sum(engine.num_running for engine in self._engines))
         waiting = gauge("num_requests_waiting", "Requests in the queue.")
         waiting.set_function(lambda: sum(engine.num_waiting for engine in self._engines))
+        busy = gauge(
+            "engine_busy_ratio",
+            "Share of the time with work, of the last 10 s, that is spent inside the model.",
+        )
+        busy.set_function(self._busy_ratio)
+        self._slow_steps = counter("slow_steps_total", "Steps longer than SLOW_STEP_MS.")
         self._ready = gauge("ready", "1 if requests should come here, as /health/ready says.")
         self._queued_tokens = gauge("queued_prompt_tokens", "Prompt tokens of the queue.")
         self._wait = gauge(
@@ -87,6 +102,12 @@ class Metrics:
         )
         self._prompt = counter(
             "prompt_tokens_total", "Prompt tokens read, also once more after a preemption."
+        )
+        self._queried = counter(
+            "prefix_cache_query_tokens_total", "Prompt tokens that the cache was asked for."
+        )
+        self._hits = counter(
+            "prefix_cache_hit_tokens_total", "Prompt tokens that it had, and that were not read."
         )
         self._generated = counter("generation_tokens_total", "Tokens generated.")
         self._preemptions = counter(
@@ -119,9 +140,22 @@ class Metrics:
         self._batch.observe(plan.num_rows)
         if plan.prefill is not None:
             self._prompt.inc(len(plan.prefill.token_ids))
+            sequence = plan.prefill.sequence
+            if sequence.num_preemptions == 0 and plan.prefill.start == sequence.num_reused:
+                self._queried.inc(len(sequence.prompt_ids))
+                self._hits.inc(sequence.num_reused)
 
     def preempted(self, num_sequences: int) -> None:
         self._preemptions.inc(num_sequences)
+
+    def _busy_ratio(self) -> float:
+        sums = [engine.busy.sums() for engine in self._engines]
+        work_seconds = sum(work for _, work in sums)
+        return sum(model for model, _ in sums) / work_seconds if work_seconds > 0 else 0.0
+
+    def stepped_in(self, step_seconds: float) -> None:
+        if step_seconds > self._slow_step_seconds:
+            self._slow_steps.inc()
 
     def spoiled(self, num_rows: int) -> None:
         """So many rows of a step had logits that were not finite."""
@@ -154,7 +188,7 @@ class Metrics:
 
     def of_engine(self) -> EngineMetrics:
         """The observer of one more engine; the first is the current one."""
-        engine = EngineMetrics(self)
+        engine = EngineMetrics(self, self._clock)
         self.current = self.current or engine
         self._engines = [*self._engines, engine]  # a scrape may be going through the old list
         return engine
@@ -186,8 +220,9 @@ class EngineMetrics:
     """The observer of one engine. While models are switched there are two: requests in their queues
     and batches add up, `batch_limit` and `usage` are those of the current one."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
+        self.busy = BusyRatio(clock)
         self.num_waiting = self.num_running = self.batch_limit = 0
         self.model: dict[str, Any] | None = None  # once loaded: a value for each of _MODEL_LABELS
         self.usage: KVUsage | None = None
@@ -205,6 +240,10 @@ class EngineMetrics:
 
     def stepped(self, plan: StepPlan) -> None:
         self._metrics.stepped(plan)
+
+    def timed(self, model_seconds: float, step_seconds: float, work_seconds: float) -> None:
+        self._metrics.stepped_in(step_seconds)
+        self.busy.add(model_seconds, work_seconds)
 
     def spoiled(self, num_rows: int) -> None:
         self._metrics.spoiled(num_rows)

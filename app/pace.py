@@ -9,6 +9,7 @@ from __future__ import annotations
 _NUM_STEPS = 16  # that the mean is about
 _NUM_ANSWERS = 32
 _DECAY = 1 - 1 / _NUM_STEPS
+_CHUNK_DECAY = 1 - 1 / 64  # by steps that read: as many as a long prompt may take
 
 
 class Pace:
@@ -20,9 +21,11 @@ class Pace:
     def __init__(self) -> None:
         self.step_seconds = 0.0
         self.token_seconds = 0.0
+        self.steps_per_chunk = 1.0  # beside open streams prompts are read in smaller parts
         self.answer_tokens = 128.0  # of an answer; a guess until there has been one
         self._num_decodes = 0
         self._num_answers = 0
+        self._num_reads = self._num_chunks = 1.0
         self._prompt_seconds = 0.0
         self._prompt_tokens = 0.0
 
@@ -44,6 +47,12 @@ class Pace:
             self._num_decodes += 1
             weight = max(1 / _NUM_STEPS, 1 / self._num_decodes)
             self.step_seconds += weight * (seconds - self.step_seconds)
+
+    def read(self, num_chunks: int) -> None:
+        """A step has read what completes so many chunks of the largest size."""
+        self._num_reads = _CHUNK_DECAY * self._num_reads + 1
+        self._num_chunks = _CHUNK_DECAY * self._num_chunks + num_chunks
+        self.steps_per_chunk = max(1.0, self._num_reads / self._num_chunks)
 
     def answered(self, num_tokens: int) -> None:
         """An answer has ended."""

@@ -43,8 +43,13 @@ class ErrorReply(Body):
     error: Error
 
 
+class PromptDetails(Body):
+    cached_tokens: Count = Field(description="that were not read, for the cache had them already")
+
+
 class Usage(Body):
     prompt_tokens: Count = Field(description="of each prompt once")
+    prompt_tokens_details: PromptDetails
     completion_tokens: Count = Field(description="of all choices, end tokens included")
     total_tokens: Count
 

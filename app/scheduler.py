@@ -1,10 +1,10 @@
 """Who runs in the next step. Pure: no I/O, clock, thread or array.
 
 The policy, whole: every running sequence decodes in every step, for an open stream must not wait;
-beside them at most one prompt is read, a chunk per step. The next one of the queue is taken up when
-it fits in the budget with all that run (`arena.py`). Where those outgrow it, the youngest is
-preempted: it waits again, first of its owner's, and reads prompt and answer anew later. A single
-row always may run. Which row is whose: `slots.py`.
+beside them at most one prompt is read, a chunk per step, as large as `prefill_budget` says. The
+next one of the queue is taken up when it fits in the budget with all that run (`arena.py`). Where
+those outgrow it, the youngest is preempted: it waits again, first of its owner's, and reads prompt
+and answer anew later. A single row always may run. Which row is whose: `slots.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from operator import attrgetter
 from .advances import append, failed, no_choice, not_finite
 from .arena import Arena, KVUsage
 from .batch_limit import BatchLimit
+from .prefill_budget import PrefillBudget
 from .sampler import Sampled
-from .sequence import Advance, PrefillChunk, Resize, Sequence, Status, StepPlan
+from .sequence import Advance, Move, PrefillChunk, Resize, Sequence, Status, StepPlan
 from .slots import Slots
 from .waiting import WaitingQueue
 
@@ -38,17 +39,21 @@ class Scheduler:
         arena: Arena | None = None,
         *,
         is_exact: bool = False,
+        min_shared: int | None = None,
+        prefill_stall: float = 0.0,
     ) -> None:
         """Without an `arena` all rows fit at their full length. `is_exact`: what is read again is
-        read in the runs in which it was first, so that no number changes."""
+        read in the runs in which it was first, so that no number changes. `min_shared`: from how
+        many tokens on a prompt's beginning is not read again that the cache has; None: never."""
+        assert not (is_exact and min_shared), "what another request left was read in other runs"
         self.arena = arena or Arena.fixed(max_batch_size, max_model_len)
         self._limit = BatchLimit(max_batch_size)
         self._max_model_len = max_model_len
-        self._prefill_chunk = prefill_chunk
+        self.prefill_budget = PrefillBudget(prefill_chunk, prefill_stall)
         self._eos_ids = eos_ids
         self._is_exact = is_exact
         self._waiting = WaitingQueue()
-        self._slots = Slots()
+        self._slots = Slots(min_shared)
         self._num_admitted = 0
         self._ended: list[Advance] = []
         self._dequeued: list[Sequence] = []
@@ -107,8 +112,8 @@ class Scheduler:
             moves += slots.close_gaps()
             _forget(preempted)
         if slots.prefilling is None and self._waiting and self._has_free_row():
-            self._admit()
-        resize = self._resize()
+            moves += self._admit()
+        resize = self._resize(moves)
         dequeued, self._dequeued = self._dequeued, []
         limit, chunk = self.batch_limit, self._next_chunk()
         return StepPlan(moves, chunk, list(slots.decoding), limit, dequeued, resize, preempted)
@@ -127,13 +132,16 @@ class Scheduler:
         for sequence in preempted:
             self._put_back(sequence)
         self._slots.close_gaps()
+        self._slots.forget()
         _forget(preempted)
         return StepPlan([], None, [], self.batch_limit, preempted=preempted)
 
     def rest(self) -> Resize:
         """Nothing runs, nor has for long: the cache as small as it gets."""
-        self._slots.renew()
-        return Resize(*self.arena.rest(), [])
+        self._slots.forget()
+        size = self.arena.rest()
+        self._slots.renew(*size)
+        return Resize(*size, [])
 
     def commit(self, plan: StepPlan, sampled: Sampled) -> list[Advance]:
         """Records what the step brought; the advances of all sequences that it changed."""
@@ -162,7 +170,9 @@ class Scheduler:
         return self._take_ended() + advances  # not before: `fail` tells them if this has failed
 
     def fail(self, plan: StepPlan, error: str) -> list[Advance]:
-        """Ends every sequence of a step that raised; their rows are free in the next plan."""
+        """Ends every sequence of a step that raised; their rows are free in the next plan. It may
+        have raised between the moves, so nothing is known of free rows."""
+        self._slots.forget()
         sequences = [*plan.decode, *([plan.prefill.sequence] if plan.prefill else [])]
         return self._take_ended() + [failed(sequence, error) for sequence in sequences]
 
@@ -171,7 +181,11 @@ class Scheduler:
         if sequence is None:
             return None
         start, num_prompt = sequence.num_cached, len(sequence.prompt_ids)
-        stop = min(start + self._prefill_chunk, sequence.num_to_read)
+        num_left, decoding = sequence.num_to_read - start, self._slots.decoding
+        size = self.prefill_budget.take(start, num_left, decoding, self.num_waiting)
+        if size == 0:
+            return None
+        stop = start + size
         if self._is_exact and sequence.num_reread:  # the answer came token by token
             stop = min(stop, num_prompt) if start < num_prompt else start + 1
         return PrefillChunk(sequence, self._slots.prefill_slot, start, sequence.tokens(start, stop))
@@ -197,41 +211,55 @@ class Scheduler:
     def _has_free_row(self) -> bool:
         return self._slots.num_running < self._limit.value
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[Move]:
         """Takes up the next sequence, if there is one that is still wanted and if it fits. Until
-        it does nobody overtakes it."""
-        num_rows, longest = self._slots.num_running + 1, self._slots.longest
+        it does nobody overtakes it. The moves of what the cache has of its prompt."""
+        arena, num_rows = self.arena, self._slots.num_running + 1
+        longest = self._slots.longest
         while self._waiting:
             sequence = self._waiting.first()
             if sequence.ended_by is not None:  # `end` was not told yet
                 self._waiting.take()
                 self._end(sequence)
                 continue
-            if self.arena.fits(num_rows, max(longest, sequence.num_tokens + 1)):
-                self._start(self._waiting.take())
-            return
+            # With some room, or it might be preempted before it is read.
+            if arena.fits(num_rows, max(longest, sequence.num_tokens + 1) + arena.limits.headroom):
+                return self._start(self._waiting.take())
+            break
+        return []
 
-    def _start(self, sequence: Sequence) -> None:
+    def _start(self, sequence: Sequence) -> list[Move]:
+        sequence.num_reread = len(sequence.output_ids)
+        moves = self._slots.start(sequence, self.arena.size.num_slots)
         if sequence.num_preemptions == 0:
-            self._waiting.charge(sequence.owner, len(sequence.prompt_ids))
+            sequence.num_reused = sequence.num_cached
+            self._waiting.charge(sequence.owner, len(sequence.prompt_ids) - sequence.num_reused)
             self._dequeued.append(sequence)
             self._num_admitted += 1
             sequence.turn = self._num_admitted
-        sequence.num_reread = len(sequence.output_ids)
         left = sequence.max_output - sequence.num_reread
         sequence.num_expected = sequence.num_to_read + min(left, _EXPECTED_TOKENS)
         sequence.status = Status.RUNNING
-        self._slots.start(sequence)
+        return moves
 
-    def _resize(self) -> Resize | None:
+    def _resize(self, moves: list[Move]) -> Resize | None:
+        """Appends to `moves` what it needs to have in place."""
         slots = self._slots
         if not slots.num_running:
             return None
-        size = self.arena.resize(slots.num_running, slots.longest, slots.expected)
+        size = self.arena.resize(self._num_wanted_slots(), slots.longest, slots.expected)
         if size is None:
             return None
-        slots.renew()
+        moves += slots.renew(*size)
         return Resize(*size, slots.filled())
+
+    def _num_wanted_slots(self) -> int:
+        """A slot for each that runs. Those that keep something, and one for the next to come, only
+        if there is room for what is expected of them all."""
+        slots = self._slots
+        spare = slots.num_kept + 1 if slots.num_kept else 0
+        fitting = min(slots.num_running + spare, self.arena.max_rows(slots.expected))
+        return max(slots.num_running, fitting)
 
     def _end_marked(self) -> None:
         """Ends the running sequences that the hub wants no more of."""

@@ -109,6 +109,7 @@ class Sequence:
     max_output: int = 0
     output_ids: list[int] = field(default_factory=list)
     num_cached: int = 0
+    num_reused: int = 0  # tokens of the prompt that the cache had, as it was first admitted
     num_reread: int = 0  # tokens of the answer that are read again with the prompt
     num_expected: int = 0  # tokens that it will come to, as its row was taken
     num_preemptions: int = 0
@@ -163,11 +164,13 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Row `source` of the KV cache, as far as it is filled, goes to row `target`."""
+    """The first `num_tokens` of slot `source` of the KV cache go to slot `target`; at the same time
+    the first `num_back` of `target` to `source`. 0: the source stays as it is."""
 
     source: int
     target: int
     num_tokens: int
+    num_back: int = 0
 
 
 @dataclass(frozen=True, slots=True)

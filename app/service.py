@@ -41,7 +41,7 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.registry = CollectorRegistry()
-        self.metrics = Metrics(self.registry)
+        self.metrics = Metrics(self.registry, settings.slow_step_ms / 1000)
         self.ended = Event()  # the current engine has
         self.current = self.prepare(settings)
         self.readiness = Readiness(self.check_ready)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import attrgetter
 
@@ -13,8 +13,8 @@ from .sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What some sequences still ask of the model; `num_steps` are those that read their prompts,
-    `num_answer_tokens` is expected."""
+    """What some sequences still ask of the model; `num_steps` are those that read their prompts, in
+    chunks of the largest size, `num_answer_tokens` is expected."""
 
     num_sequences: float = 0
     num_prompt_tokens: float = 0
@@ -45,6 +45,9 @@ class Work:
             self.num_steps * factor,
             self.num_answer_tokens * factor,
         )
+
+    def in_smaller_chunks(self, steps_per_chunk: float) -> Work:
+        return replace(self, num_steps=self.num_steps * steps_per_chunk)
 
     def up_to(self, num_tokens: float) -> Work:
         """The same mixture, of at most so many tokens."""

@@ -10,6 +10,15 @@ of per-tensor "dynamic" quantization do. Matrices that read the same value share
 
 What is multiplied by a gate before it is read (`up` of an MLP) keeps its factor until then: the
 quantization of the product does not mind it.
+
+What an MLP's matrices read, if it is rotated, needs no scale of its own: behind an RMS norm every
+token is as large as any other, and the rotation spreads it like a normal distribution. Four
+deviations hold it; the few values beyond are cut there.
+
+    x --QuantizeLinear--> u8               in steps of 4/127
+    u8 x W8 --MatMulIntegerToFloat--> y    the answer
+
+The queries', keys' and values' matrices would lose more by that than it is worth.
 """
 
 from __future__ import annotations
@@ -32,6 +41,7 @@ REDUCED_LEVELS = 63
 _ONNX = ("", "ai.onnx")  # names of the standard's own domain
 _BLOCK = 64  # channels that are mixed where a value cannot be rotated for free
 _SMALLEST_BLOCK = 16
+_RANGE = 4  # standard deviations: wider is coarser, narrower cuts more
 _Matrix = NDArray[np.float32]
 
 
@@ -51,36 +61,43 @@ class PerToken:
         self._is_fused = bool(attention)
         # Values that are quantized as they are: rotated ones, and what attention has averaged.
         self._calm = {node.output[0] for node in attention}
+        even: set[str] = set()
         try:
-            self._calm |= rotate(graph, weights)
+            even = rotate(graph, weights)
             rotated = "yes"
         except CannotRotate as error:
             rotated = f"no: {error}"
+        self._calm |= even
+        self._deferred = _find_deferred(graph, weights)
+        # Values that have one range for all tokens.
+        self._even = even & {n.input[0] for n in graph.node if {*n.output} & {*self._deferred}}
         self.parameters: dict[str, Any] = {
             "bits": 8,
             "activations": "one scale per token",
+            "values_in_one_range": len(self._even),
             "rotated": rotated,
             "reduce_range": reduce_range,
         }
-        self._deferred = _find_deferred(graph, weights)
         self._factors: dict[str, str] = {}  # value -> what its rows are still to be multiplied by
-        self._quantized: dict[str, str] = {}  # value -> the factor of its rows once quantized
+        # Value, once quantized -> the factor of its rows; None for an even one.
+        self._quantized: dict[str, str | None] = {}
 
     def matrix(self, node: onnx.NodeProto, writer: WeightWriter) -> list[onnx.NodeProto]:
         value, name, output = node.input[0], node.input[1], node.output[0]
         nodes = [] if value in self._quantized else self._quantize(value, name, writer)
         rounded, scale = self._write_weight(value, name, writer)
-        one = writer.add("per_token/one", np.array(1, np.float32))
-        inputs = [f"{value}/u8", rounded, one, scale, _zero_point(writer)]
         factor = self._quantized[value]
+        unit, size = ("range", _RANGE) if factor is None else ("one", 1)
+        largest = writer.add(f"per_token/{unit}", np.array(size, np.float32))
+        inputs = [f"{value}/u8", rounded, largest, scale, _zero_point(writer)]
         is_deferred = output in self._deferred
-        product = output if is_deferred else f"{output}/product"
+        product = output if factor is None or is_deferred else f"{output}/product"
         nodes.append(
             helper.make_node("MatMulIntegerToFloat", inputs, [product], node.name, domain=MICROSOFT)
         )
-        if is_deferred:
+        if factor is not None and is_deferred:
             self._factors[self._deferred[output]] = factor
-        else:
+        elif factor is not None:
             nodes.append(helper.make_node("Mul", [product, factor], [output], f"{output}/factor"))
         return nodes
 
@@ -103,6 +120,10 @@ class PerToken:
 
     def _quantize(self, value: str, matrix: str, writer: WeightWriter) -> list[onnx.NodeProto]:
         """The nodes that turn `value` into bytes, for all matrices that read it."""
+        if value in self._even:
+            self._quantized[value] = None
+            wide = writer.add("per_token/wide_step", np.array(_RANGE / LEVELS, np.float32))
+            return [_to_bytes(value, value, wide, writer)]
         width = self._weights.shape(matrix)[0]
         read, nodes = value, []
         if block := self._block(value, width):
@@ -115,12 +136,7 @@ class PerToken:
             self._largest(magnitude, largest, writer),
             # A row of zeros gives 0/0: whatever byte a NaN becomes is multiplied by 0 in the end.
             helper.make_node("Div", [read, largest], [unit], f"{value}/Div"),
-            helper.make_node(
-                "QuantizeLinear",
-                [unit, step, _zero_point(writer)],
-                [f"{value}/u8"],
-                f"{value}/QuantizeLinear",
-            ),
+            _to_bytes(value, unit, step, writer),
         ]
         factor = largest
         if value in self._factors:
@@ -185,6 +201,12 @@ def _find_deferred(graph: onnx.GraphProto, weights: Weights) -> dict[str, str]:
         ):
             deferred[output] = product
     return deferred
+
+
+def _to_bytes(value: str, read: str, step: str, writer: WeightWriter) -> onnx.NodeProto:
+    inputs = [read, step, _zero_point(writer)]
+    name = f"{value}/QuantizeLinear"
+    return helper.make_node("QuantizeLinear", inputs, [f"{value}/u8"], name)
 
 
 def _zero_point(writer: WeightWriter) -> str:

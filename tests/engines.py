@@ -40,7 +40,12 @@ class TokenCache:
 
     def apply(self, moves: Iterable[Move]) -> None:
         for move in moves:
+            back = self.rows[move.target][: move.num_back]
+            assert len(back) == move.num_back, "more goes back than there is"
+            assert len(self.rows[move.source]) >= move.num_tokens, "more is moved than there is"
             self.rows[move.target] = self.rows[move.source][: move.num_tokens]
+            if back:
+                self.rows[move.source] = back
 
     def resize(self, resize: Resize) -> None:
         rows, self.max_len = self.rows, resize.max_len
@@ -129,9 +134,15 @@ def stub_engine(
     eos_ids: Iterable[int] = (),
     observer: Observer | None = None,
     arena: Arena | None = None,
+    min_shared: int | None = 4,
+    prefill_stall: float = 0.0,
 ) -> tuple[Engine, StubModel]:
     model = StubModel()
-    scheduler = Scheduler(max_batch_size, max_model_len, prefill_chunk, frozenset(eos_ids), arena)
+    scheduler = Scheduler(
+        *(max_batch_size, max_model_len, prefill_chunk, frozenset(eos_ids), arena),
+        min_shared=min_shared,
+        prefill_stall=prefill_stall,
+    )
     cache = TokenCache(*scheduler.arena.size)
     engine = Engine(model, cache, scheduler, observer or Unobserved())  # type: ignore[arg-type]
     return engine, model
@@ -159,6 +170,7 @@ def real_engine(
     *,
     deterministic: bool = False,
     arena: Arena | None = None,
+    min_shared: int | None = None,
 ) -> Engine:
     from app.kv_cache import KVCache
     from app.model import OnnxModel
@@ -166,7 +178,9 @@ def real_engine(
     model = OnnxModel.load(folder, "cpu", num_threads=1)
     model.deterministic = deterministic
     scheduler = Scheduler(
-        *(max_batch_size, max_model_len, prefill_chunk, frozenset(), arena), is_exact=deterministic
+        *(max_batch_size, max_model_len, prefill_chunk, frozenset(), arena),
+        is_exact=deterministic,
+        min_shared=min_shared,
     )
     cache = KVCache(model.spec.kv, *scheduler.arena.size, model.device)
     return Engine(model, cache, scheduler, Unobserved())

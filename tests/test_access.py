@@ -69,6 +69,7 @@ def test_answer_has_one_line_with_its_tokens_and_timings(
         "bytes": len(received),
         "client": "127.0.0.1",
         "prompt_tokens": 3,
+        "cached_tokens": 0,
         "completion_tokens": 5,
         "finish_reason": "length",
     }

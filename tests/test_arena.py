@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from app.arena import Arena, KVLimits, Size, default_max_rows
 from app.engine import Engine
+from app.memory import MemoryBudget
 from app.sequence import FinishReason, Resize, SamplingParams, Sequence, Status, StepPlan
 
 from .engines import StubModel, TokenCache, answers, greedy, run, stub_answer, stub_engine
@@ -261,6 +262,76 @@ def test_idle_engine_gives_memory_back_once_when_it_is_due() -> None:
     assert answers(engine, [greedy("a", [7] * 20, 9)]) == [stub_answer([7] * 20, 9)]
 
 
+class Machine:
+    """Memory that is shared with others; the cache may have 80 % of what they leave."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.now = 0.0
+        self.num_bytes, self.num_others = num_bytes, 0
+        self.is_broken = False
+        self.engine: Engine | None = None
+        budget = MemoryBudget(self.read_free, 0.8, clock=lambda: self.now)
+        limits = replace(LIMITS, max_rows=16)
+        self.engine, self.model = elastic_engine(budget.update(0), limits)
+        self.engine._clock, self.engine._budget = (lambda: self.now), budget.update
+        self.engine._cache.bytes_held = lambda _: self.held  # type: ignore[method-assign]
+        self._limits: list[int] = []
+        self._num_asked = 0
+
+    @property
+    def held(self) -> int:
+        engine = self.engine
+        return LIMITS.num_bytes(*engine._scheduler.arena.size) if engine is not None else 0
+
+    def read_free(self) -> int:
+        if self.is_broken:
+            raise OSError("the device does not answer")
+        return self.num_bytes - self.num_others - self.held
+
+    def run(self, seconds: float) -> list[int]:
+        """The limit after each step, under a steady load of short answers."""
+        engine, limits = self.engine, []
+        assert engine is not None
+        until = self.now + seconds
+        while self.now < until:
+            if engine._scheduler.num_waiting < 4:
+                self._num_asked += 1
+                engine.submit(greedy("", [self._num_asked] * 4, 12))
+            engine.step()
+            self.now += 0.1
+            limits.append(engine._scheduler.batch_limit)
+            assert self.held <= self.num_bytes - self.num_others, "others have that"
+        return limits
+
+
+ROWS_10 = int(LIMITS.num_bytes(10, 16) / 0.8) + 1
+
+
+def test_own_growth_is_not_taken_for_memory_that_others_took() -> None:
+    machine = Machine(ROWS_10)
+    assert set(machine.run(40)[100:]) == {10}
+    assert max(plan.num_rows for plan in machine.model.plans) == 10
+
+
+def test_memory_that_others_take_costs_rows_at_once_and_comes_back_once() -> None:
+    machine = Machine(ROWS_10)
+    machine.run(20)
+    machine.num_others = int(LIMITS.num_bytes(2, 16))
+    fewer = machine.run(20)
+    assert set(fewer[12:]) == {8}  # after a second
+    machine.num_others = 0
+    more = machine.run(20)
+    assert set(more) == {8, 10}
+    assert more == sorted(more)  # up, and never down again
+
+
+def test_memory_that_cannot_be_read_any_more_changes_nothing() -> None:
+    machine = Machine(ROWS_10)
+    machine.run(20)
+    machine.is_broken = True
+    assert set(machine.run(20)) == {10}
+
+
 arrivals = st.lists(
     st.tuples(
         st.integers(0, 6),  # steps before it arrives
@@ -277,7 +348,7 @@ budgets = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(arrivals, budgets, st.integers(1, 6), st.integers(1, 9), st.booleans())
 def test_any_budgets_leave_every_answer_as_it_is_alone(
     plan: list[tuple[int, int, int, int | None, str]],

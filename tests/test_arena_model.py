@@ -96,11 +96,11 @@ def folder(request: pytest.FixtureRequest, tiny_llama: TinyModel, bring: Bring) 
 def mixed() -> list[Sequence]:
     """Greedy, seeded, and with all that the sampler keeps from step to step."""
     kinds = [
-        SamplingParams(40),
-        SamplingParams(40, temperature=1.0, seed=3, repetition_penalty=1.3),
-        SamplingParams(40, temperature=0.7, seed=9, frequency_penalty=0.4, num_logprobs=2),
-        SamplingParams(40, repetition_guard=5, min_tokens=10),
-        SamplingParams(40, temperature=1.2, seed=5, top_k=40),
+        SamplingParams(60),
+        SamplingParams(60, temperature=1.0, seed=3, repetition_penalty=1.3),
+        SamplingParams(60, temperature=0.7, seed=9, frequency_penalty=0.4, num_logprobs=2),
+        SamplingParams(60, repetition_guard=5, min_tokens=10),
+        SamplingParams(60, temperature=1.2, seed=5, top_k=40),
     ]
     return [
         Sequence(str(i), list(p), k) for i, (p, k) in enumerate(zip(PROMPTS, kinds, strict=True))
@@ -125,7 +125,7 @@ def test_deterministic_answers_have_the_same_bits_after_a_preemption(
     def logprobs(engine: Engine, others: int) -> tuple[Sequence, list[float]]:
         for i in range(others):
             engine.submit(greedy(str(i), PROMPTS[4], 60))
-        probe = Sequence("probe", list(PROMPTS[3]), SamplingParams(40, num_logprobs=1))
+        probe = Sequence("probe", list(PROMPTS[3]), SamplingParams(60, num_logprobs=1))
         engine.submit(probe)
         told = [each.logprobs for each in run(engine) if each.sequence is probe]
         return probe, [each.logprob for each in told if each is not None]

@@ -31,7 +31,9 @@ class Simulation:
     ) -> None:
         self.now = 0.0
         self.backlog = Backlog(10**6, 10**9, CHUNK, clock=lambda: self.now)
-        self.engine, self.model = stub_engine(num_rows, 4096, CHUNK)
+        self.engine, self.model = stub_engine(
+            num_rows, 4096, CHUNK, min_shared=None
+        )  # each prompt is read whole
         self.engine._clock = lambda: self.now
         self.engine.backlog = self.backlog
         self.open: list[Sequence] = []
@@ -481,6 +483,23 @@ def test_pace_follows_a_batch_that_fills() -> None:
     for seconds in (*[0.01] * 100, *[0.06] * 50):
         pace.stepped(0, seconds)
     assert pace.step_seconds == pytest.approx(0.06, rel=0.1)
+
+
+def test_estimate_counts_the_steps_of_chunks_as_small_as_they_are() -> None:
+    """Beside open streams prompts are read by 8 tokens, though 64 would be allowed."""
+    simulation = Simulation(num_rows=4)
+    simulation.backlog = simulation.engine.backlog = Backlog(
+        10**6, 10**9, 64, clock=lambda: simulation.now
+    )
+    wants = (64, 20)
+    simulation.submit(*(asked(*wants) for _ in range(20)))
+    simulation.run()
+    assert simulation.backlog.pace.steps_per_chunk == pytest.approx(8, rel=0.25)
+    simulation.submit(*(asked(*wants) for _ in range(40)))
+    simulation.engine.step()
+    estimate = simulation.backlog.next_place("").seconds
+    true = simulation.wait_of(asked())
+    assert 0.75 * true < estimate < 1.25 * true
 
 
 def test_preempted_sequences_count_once_and_are_expected_to_run_on() -> None:

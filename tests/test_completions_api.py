@@ -94,6 +94,7 @@ def test_choices_of_several_prompts_stand_side_by_side(client: FlaskClient) -> N
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
     assert answer["usage"] == {
         "prompt_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens": 30,
         "total_tokens": 33,
     }

@@ -175,7 +175,7 @@ def test_engine_that_samples_on_the_device_gives_the_same_answers(tiny_llama: Ti
     expected = answers(real_engine(tiny_llama.folder), requests())
     engine = real_engine(tiny_llama.folder)
     assert isinstance(engine._model, OnnxModel)
-    engine._model, engine._sample = DeviceModel(engine._model), sample
+    engine._model, engine._sampler = DeviceModel(engine._model), sample
     assert answers(engine, requests()) == expected
 
 

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app.engine import Engine, Unobserved
+from app.scheduler import Scheduler
 from app.sequence import FinishReason, SamplingParams, Sequence, Status, StepPlan
 
-from .engines import answers, greedy, run, stub_answer, stub_engine
+from .engines import StubModel, TokenCache, answers, greedy, run, stub_answer, stub_engine
 
 
 def test_answer_is_what_the_model_says_token_by_token() -> None:
@@ -289,3 +291,34 @@ def test_any_arrivals_and_aborts_leave_the_answers_of_the_others_alone(
             expected = expected[: len(sequence.output_ids)]
         assert sequence.output_ids == expected
     assert all(len(plan.decode) <= max_batch_size for plan in model.plans)
+
+
+class TimesTold(Unobserved):
+    def __init__(self) -> None:
+        self.times: list[tuple[float, float, float]] = []
+
+    def timed(self, model_seconds: float, step_seconds: float, work_seconds: float) -> None:
+        self.times.append((model_seconds, step_seconds, work_seconds))
+
+
+class TickingModel(StubModel):
+    """Takes half a second of a clock that otherwise stands still."""
+
+    now = 100.0
+
+    def forward(self, plan: StepPlan, cache: TokenCache) -> np.ndarray:
+        self.now += 0.5
+        return super().forward(plan, cache)
+
+
+def test_time_with_work_counts_between_steps_and_not_while_idle() -> None:
+    model, told = TickingModel(), TimesTold()
+    scheduler, cache = Scheduler(4, 64, 8, frozenset()), TokenCache(4)
+    engine = Engine(model, cache, scheduler, told, lambda: model.now)  # type: ignore[arg-type]
+    for name in ("first", "second"):
+        engine.submit(greedy(name, [1], 2))
+        while not engine.is_idle:
+            engine.step()
+            model.now += 0.25
+        model.now += 60
+    assert told.times == [(0.5, 0.5, 0.5), (0.5, 0.5, 0.75)] * 2

@@ -25,7 +25,12 @@ DELTAS = of_one(
     ]
 )
 END = {
-    "usage": {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8},
+    "usage": {
+        "prompt_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens": 5,
+        "total_tokens": 8,
+    },
     "timings": TIMINGS,
     "request_id": "request-1",
     "model": "phi",
@@ -80,7 +85,12 @@ TWO = [
 def test_several_choices_are_all_told_and_the_first_is_on_top() -> None:
     first = {"text": "ad", "finish_reason": "length"}
     told = plain(TWO, StubAnswer(num_choices=2))
-    usage = {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
+    usage = {
+        "prompt_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens": 10,
+        "total_tokens": 13,
+    }
     assert told["choices"] == [
         {"index": 0} | first,
         {"index": 1, "text": "bc", "finish_reason": "stop"},

@@ -38,6 +38,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_every_section_runs_on_the_cpu(tiny_llama: TinyModel, built: Build, tmp_path: Path) -> None:
     folders = {"fp32": tiny_llama.folder, "int8": built(tiny_llama.source, "int8")}
     models = [f"--model={name}={folder}" for name, folder in folders.items()]

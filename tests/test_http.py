@@ -60,6 +60,7 @@ def test_answer_is_the_text_of_torch_with_usage_and_timings(
     num_prompt = len(codec.encode("the cat"))
     assert answer["usage"] == {
         "prompt_tokens": num_prompt,
+        "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens": 20,
         "total_tokens": num_prompt + 20,
     }
@@ -74,6 +75,7 @@ def test_stream_joins_to_the_plain_answer(server: LiveServer, prompt: str) -> No
     events = list(server.stream(prompt, max_tokens=40, ignore_eos=True))
     assert "".join(event["text"] for event in events) == plain["text"]
     last = events[-1]
+    plain["usage"]["prompt_tokens_details"] = last["usage"]["prompt_tokens_details"]  # by then
     assert (last["finish_reason"], last["usage"]) == ("length", plain["usage"])
     assert all("finish_reason" not in event for event in events[:-1])
 

@@ -112,3 +112,16 @@ def test_memory_stays_where_it_is() -> None:
     addresses = [layer.data_ptr() for layer in cache.layers]
     cache.apply([Move(3, 0, 2)])
     assert [layer.data_ptr() for layer in cache.layers] == addresses
+
+
+@pytest.mark.parametrize(("num_tokens", "num_back"), [(3, 5), (5, 3), (4, 4), (0, 6)])
+def test_move_that_goes_both_ways_exchanges_the_filled_parts(
+    num_tokens: int, num_back: int
+) -> None:
+    cache = filled_cache()
+    before = copies(cache)
+    cache.apply([Move(3, 1, num_tokens, num_back)])
+    for layer, old in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer[1, :, :num_tokens], old[3, :, :num_tokens])
+        assert torch.equal(layer[3, :, :num_back], old[1, :, :num_back])
+        assert torch.equal(layer[::2], old[::2])

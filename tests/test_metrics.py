@@ -178,6 +178,62 @@ def test_engines_add_up_until_one_is_forgotten(
     assert [value(registry, name) for name in names] == [1, 3, 8]
 
 
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def timed(registry: CollectorRegistry, clock: Clock) -> Metrics:
+    return Metrics(registry, slow_step_seconds=0.05, clock=clock)
+
+
+def test_busy_ratio_is_the_models_share_of_the_time_with_work(
+    registry: CollectorRegistry, timed: Metrics, clock: Clock
+) -> None:
+    engine = timed.of_engine()
+    for _ in range(100):
+        clock.now += 0.25
+        engine.timed(model_seconds=0.125, step_seconds=0.1875, work_seconds=0.25)
+    assert value(registry, "engine_busy_ratio") == 0.5
+
+
+def test_busy_ratio_forgets_what_was_longer_ago_than_its_window(
+    registry: CollectorRegistry, timed: Metrics, clock: Clock
+) -> None:
+    engine = timed.of_engine()
+    engine.timed(model_seconds=0.0, step_seconds=0.5, work_seconds=0.5)
+    clock.now += 2
+    engine.timed(model_seconds=0.5, step_seconds=0.5, work_seconds=0.5)
+    assert value(registry, "engine_busy_ratio") == 0.5
+    clock.now += 9
+    assert value(registry, "engine_busy_ratio") == 1.0
+    clock.now += 9
+    assert value(registry, "engine_busy_ratio") == 0.0
+
+
+def test_busy_ratio_of_two_engines_is_that_of_their_times_together(
+    registry: CollectorRegistry, timed: Metrics
+) -> None:
+    timed.of_engine().timed(model_seconds=0.25, step_seconds=0.25, work_seconds=0.25)
+    timed.of_engine().timed(model_seconds=0.0, step_seconds=0.25, work_seconds=0.25)
+    assert value(registry, "engine_busy_ratio") == 0.5
+
+
+def test_steps_beyond_the_threshold_are_slow(registry: CollectorRegistry, timed: Metrics) -> None:
+    engine = timed.of_engine()
+    for seconds in (0.01, 0.05, 0.0501, 3.0):
+        engine.timed(seconds, seconds, seconds)
+    assert value(registry, "slow_steps_total") == 2
+
+
 def test_rows_without_finite_logits_add_up(registry: CollectorRegistry, metrics: Metrics) -> None:
     assert value(registry, "non_finite_logits_total") == 0
     metrics.spoiled(1)

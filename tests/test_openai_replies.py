@@ -26,7 +26,12 @@ TWO = [
     *((1, Delta("b")), (0, Delta("a")), (1, Delta("c", FinishReason.STOP))),
     (0, Delta("d", FinishReason.TIMEOUT)),
 ]
-USAGE = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+USAGE = {
+    "prompt_tokens": 3,
+    "prompt_tokens_details": {"cached_tokens": 0},
+    "completion_tokens": 5,
+    "total_tokens": 8,
+}
 TAIL = {"timings": TIMINGS, "request_id": "request-1"}
 
 

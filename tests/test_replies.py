@@ -35,12 +35,22 @@ def test_event_of_a_text_is_the_one_that_is_framed_whole(text: str) -> None:
 
 def test_usage_adds_up() -> None:
     answer: Any = StubAnswer()
-    assert usage(answer) == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    assert usage(answer) == {
+        "prompt_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens": 5,
+        "total_tokens": 8,
+    }
 
 
 def test_usage_counts_a_prompt_once_and_the_tokens_of_all_its_choices() -> None:
     answer: Any = StubAnswer(num_choices=3)
-    assert usage(answer) == {"prompt_tokens": 3, "completion_tokens": 15, "total_tokens": 18}
+    assert usage(answer) == {
+        "prompt_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens": 15,
+        "total_tokens": 18,
+    }
 
 
 def test_usage_counts_equal_prompts_of_a_list_each() -> None:
@@ -52,6 +62,19 @@ def test_usage_counts_equal_prompts_of_a_list_each() -> None:
 def test_timings_are_of_the_whole_request() -> None:
     answer: Any = StubAnswer()
     assert timings(answer) == TIMINGS
+
+
+def test_usage_tells_what_the_cache_had_of_each_prompt_not_of_its_further_choices() -> None:
+    answer: Any = StubAnswer(num_choices=4)
+    for completion, num_reused in zip(answer.completions, (1, 2, 2, 0), strict=True):
+        completion.sequence.num_reused = num_reused
+    for completion in answer.completions[2:]:
+        completion.sequence.prompt_ids = other = answer.completions[2].sequence.prompt_ids[:]
+        completion.sequence.prompt_ids = other
+    answer.completions[3].sequence.prompt_ids = answer.completions[2].sequence.prompt_ids
+    assert usage(answer)["prompt_tokens_details"] == {"cached_tokens": 1 + 0}
+    answer.completions[3].sequence.num_reused = 2
+    assert usage(answer)["prompt_tokens_details"] == {"cached_tokens": 1 + 2}
 
 
 def test_timings_of_several_choices_go_from_the_first_to_the_last_token() -> None:

@@ -153,3 +153,28 @@ def test_hidden_state_that_something_else_touches_is_not_rotated(
     change(model.graph)
     with pytest.raises(CannotRotate, match=says):
         rotate(model.graph, Weights(model, tiny_llama.folder))
+
+
+def test_what_an_mlp_reads_is_cut_at_four_deviations_and_has_no_scale(
+    tiny_llama: TinyModel, tmp_path: Path
+) -> None:
+    rewrite(tiny_llama.folder, tmp_path, PerToken)
+    even = {
+        node.input[0]: node.input[1]
+        for node in nodes_of(tmp_path, "QuantizeLinear")
+        if node.input[0].endswith("/post_attention_layernorm/output_0")
+    }
+    assert len(even) == 2  # layers
+    assert {*even.values()} == {"per_token/wide_step"}
+    assert weights_of(tmp_path)["per_token/wide_step"] == np.float32(4 / 127)
+    for node in nodes_of(tmp_path, "MatMulIntegerToFloat"):
+        word = "range" if re.search("gate_proj|up_proj", node.name) else "one"
+        assert node.input[2] == f"per_token/{word}"
+    assert INT8_FLOOR.shortfalls(compare(tiny_llama.folder, tmp_path, IDS)) == []
+
+
+def test_norms_that_are_not_rotated_keep_a_scale_per_token(
+    family_graph: Named, tmp_path: Path
+) -> None:
+    rewrite(family_graph("gemma2"), tmp_path, PerToken)
+    assert all(node.input[1] == "per_token/step" for node in nodes_of(tmp_path, "QuantizeLinear"))

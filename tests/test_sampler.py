@@ -9,9 +9,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from app import candidates, sampler
+from app import candidates, draws, sampler
 from app.sampler import sample, uniform
 from app.sequence import SamplingParams, Sequence
+from app.shortlist import shortlist
 
 from .sampling import distribution
 
@@ -327,3 +328,109 @@ def test_tokens_come_as_often_as_softmax_says(
         for id_, share in expected.items()
     )
     assert chi_squared < 24.3  # 1 in 1000 for 7 degrees of freedom; the seeds are fixed
+
+
+# --- many long rows at once -----------------------------------------------------------------------
+
+LONG = st.builds(
+    SamplingParams,
+    max_tokens=st.just(99),
+    temperature=st.sampled_from([0.1, 0.3, 0.7, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 7, 50, 1000]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 0.02, 0.2]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.5]),
+    logit_bias=st.sampled_from([{}, {3: 5.0, 70: -3.0}]),
+    banned_token_ids=st.sampled_from([(), (1, 2, 3)]),
+    seed=seed,
+    num_logprobs=st.sampled_from([None, 0, 3]),
+)
+LONG_KINDS = ("noise", "peaked", "flat", "ties", "sparse", "broken")
+
+
+def long_row(kind: str, size: int, number: int) -> NDArray[np.float32]:
+    rng = np.random.default_rng(number)
+    made = rng.normal(size=size).astype(np.float32)
+    if kind == "peaked":
+        made[rng.integers(0, size, 200)] += np.linspace(3, 12, 200, dtype=np.float32)
+    elif kind == "flat":
+        made[:] = 0.5
+    elif kind == "ties":
+        made = np.round(made)
+    elif kind == "sparse":
+        made[rng.random(size) < 0.999] = -np.inf
+    elif kind == "broken":
+        made[5] = math.nan
+    return made
+
+
+def long_sequence(params: SamplingParams) -> Sequence:
+    return Sequence("id", [*range(60, 90)], params, output_ids=[4, 5, 70])
+
+
+@settings(untimed, max_examples=30)
+@given(
+    st.lists(st.tuples(LONG, st.sampled_from(LONG_KINDS)), min_size=2, max_size=6),
+    st.sampled_from([EXACT + 1, EXACT + 8, 9001]),
+)
+def test_long_row_alone_gets_what_it_gets_in_company(
+    batch: list[tuple[SamplingParams, str]], size: int
+) -> None:
+    rows = np.array([long_row(kind, size, number) for number, (_, kind) in enumerate(batch)])
+    before = rows.copy()
+    together = sample(rows, [long_sequence(params) for params, _ in batch])
+    assert np.array_equal(rows, before, equal_nan=True), "the model's own rows are as they were"
+    for number, (params, kind) in enumerate(batch):
+        alone = sample(rows[number : number + 1], [long_sequence(params)])
+        assert together.is_finite[number] == alone.is_finite[0] == (kind != "broken")
+        if kind != "broken":
+            assert together.token_ids[number] == alone.token_ids[0]
+            assert together.logprobs.get(number) == alone.logprobs.get(0)
+
+
+@settings(untimed, max_examples=60)
+@given(LONG, st.sampled_from(LONG_KINDS[:-1]), st.integers(0, 50), st.floats(0.001, 0.999))
+def test_long_row_is_drawn_as_one_by_itself_is(
+    params: SamplingParams, kind: str, number: int, draw: float
+) -> None:
+    values = long_row(kind, 9001, number)
+    top = float(values.max())
+    ids, weights = candidates.candidates(values, top, params)
+    [token] = draws.draw_tokens(
+        values[None], np.array([0]), values.max(keepdims=True), [params], np.array([draw])
+    ).tolist()
+    ids = np.arange(len(values)) if ids is None else ids
+    shares = np.cumsum(weights, dtype=np.float64) / weights.sum(dtype=np.float64)
+    place = int(np.searchsorted(ids, token))
+    assert ids[place] == token
+    # Where the draw lies at a border, the last bits of a sum in float32 decide.
+    assert (shares[place - 1] if place else 0.0) - 2e-5 <= draw <= shares[place] + 2e-5
+
+
+@pytest.mark.parametrize("limit", [{"top_k": 5}, {"min_p": 0.05}, {"top_p": 0.5}, {"top_p": 0.99}])
+def test_most_long_rows_need_no_pass_of_their_own(
+    limit: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draws, "draw_token", None)
+    values = long_row("peaked", 9001, 1) * np.float32(1.5)
+    assert choose([values.tolist()], [sequence(SamplingParams(9, temperature=1.0, **limit))])
+
+
+@settings(untimed, max_examples=30)
+@given(st.integers(EXACT, 3 * EXACT), st.sampled_from(LONG_KINDS[:-1]), st.booleans())
+def test_shortlist_holds_all_that_reach_its_bound_by_rising_id(
+    size: int, kind: str, has_floor: bool
+) -> None:
+    values = long_row(kind, size, size)
+    floor = np.float32(values.max() - 1 if has_floor else -np.inf)
+    found = shortlist(values[None], np.array([0]), np.array([floor]))
+    num_found = int(found.counts[0])
+    if num_found == 0:
+        assert (values >= values.max() - 3).sum() > 500
+        return
+    bound = floor if has_floor else found.values[0, :num_found].min()
+    expected = ((values >= bound) & (values > -np.inf)).nonzero()[0].tolist()
+    assert found.ids[0, :num_found].tolist() == expected
+    assert (found.values[0, num_found:] == -np.inf).all()
+    assert has_floor or num_found >= min(128, int((values > -np.inf).sum()))

@@ -1,0 +1,287 @@
+"""How much of a prompt a step reads: on simulated machines, which are noisy as real ones are."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from app.prefill_budget import PrefillBudget
+from app.sequence import PrefillChunk, SamplingParams, Sequence, StepPlan
+
+from .engines import greedy, run, stub_engine
+
+STALL = 1.0
+MAX_CHUNK = 192
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Milliseconds: of a decode run, per row and per thousand tokens in front of them; of a chunk,
+    per thousand tokens in front, per token, and per token and thousand in front."""
+
+    decode: float
+    row: float
+    context: float
+    chunk: float
+    position: float
+    token: float
+    attention: float
+
+    def decode_ms(self, rows: list[Sequence]) -> float:
+        looked_at = sum(row.num_cached for row in rows) / 1000
+        return self.decode + self.row * len(rows) + self.context * looked_at if rows else 0.0
+
+    def chunk_ms(self, start: int, num_tokens: int) -> float:
+        middle = (start + num_tokens / 2) / 1000
+        per_token = self.token + self.attention * middle
+        return self.chunk + self.position * start / 1000 + per_token * num_tokens
+
+
+MACHINES = {
+    "the default model, 2 cores": Machine(8, 1.0, 3.2, 9.5, 4.0, 0.35, 0.34),
+    "Phi-3 Mini, 2 cores": Machine(180, 5, 30, 180, 20, 4, 1.5),
+    "a GPU": Machine(14, 0.1, 0.2, 14, 0.5, 0.03, 0.005),
+    "attention is everything": Machine(5, 0.5, 10, 5, 1.5, 0.1, 2.0),
+}
+
+
+class Simulation:
+    """Rows that decode for ever, and prompts that come; `ms` and `sizes` of each step."""
+
+    def __init__(self, machine: Machine, num_rows: int = 8, seed: int = 0) -> None:
+        self.machine = machine
+        self.budget = PrefillBudget(MAX_CHUNK, STALL)
+        self.rows = [decoding(128) for _ in range(num_rows)]
+        self._random = np.random.default_rng(seed)
+        self.budget.guess(self._noisy(machine.chunk_ms(0, 1)) / 1000)
+
+    def _noisy(self, ms: float) -> float:
+        """Within 30 %, and one in fifty takes four times as long."""
+        random = self._random
+        return float(ms * random.uniform(0.7, 1.3) * (4 if random.random() < 0.02 else 1))
+
+    def decode(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._step(None)
+
+    def read(self, num_tokens: int, num_waiting: int = 0) -> list[tuple[int, float]]:
+        """Of each step until the prompt is read, its tokens and how long it took, in units of the
+        step that would only have decoded."""
+        prompt = Sequence("long", [7] * num_tokens, SamplingParams(max_tokens=1))
+        steps = []
+        while (left := num_tokens - prompt.num_cached) > 0:
+            size = self.budget.take(prompt.num_cached, left, self.rows, num_waiting)
+            chunk = PrefillChunk(prompt, len(self.rows), prompt.num_cached, [7] * size)
+            plain = self.machine.decode_ms(self.rows)
+            ms = self._step(chunk if size else None)
+            prompt.num_cached += size
+            steps.append((size, ms / plain if plain else 0.0))
+        return steps
+
+    def _step(self, chunk: PrefillChunk | None) -> float:
+        machine = self.machine
+        ms = machine.decode_ms(self.rows)
+        if chunk is not None:
+            ms += machine.chunk_ms(chunk.start, len(chunk.token_ids))
+        ms = self._noisy(ms)
+        self.budget.stepped(StepPlan([], chunk, self.rows), ms / 1000)
+        for row in self.rows:
+            row.num_cached += 1
+        return ms
+
+
+def decoding(num_cached: int) -> Sequence:
+    sequence = greedy("open", [7])
+    sequence.num_cached = num_cached
+    return sequence
+
+
+def settled(seed: int = 0) -> Simulation:
+    """One that knows its machine, with its rows as short as at first."""
+    simulation = Simulation(MACHINES["the default model, 2 cores"], seed=seed)
+    simulation.decode(30)
+    simulation.read(2000)
+    simulation.rows = [decoding(128) for _ in simulation.rows]
+    return simulation
+
+
+def rest(simulation: Simulation) -> None:
+    """The next chunk is not the first for a while."""
+    simulation.read(1)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_open_streams_keep_a_third_of_their_pace_while_long_prompts_come(name: str) -> None:
+    ratios = []
+    for seed in range(4):
+        simulation = Simulation(MACHINES[name], seed=seed)
+        for _ in range(3):
+            simulation.decode(20)
+            ratios += [ratio for _, ratio in simulation.read(4000)[2:]]
+    assert statistics.quantiles(ratios, n=20)[-1] < 3
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_long_prompt_is_read_in_a_bounded_number_of_steps(name: str) -> None:
+    """Two open streams give it the least."""
+    for seed in range(4):
+        simulation = Simulation(MACHINES[name], num_rows=2, seed=seed)
+        assert len(simulation.read(4000)) <= 4000 // 4 + 4000 // 4 // 32 + 1
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_chunks_do_not_jump_about(name: str) -> None:
+    simulation = Simulation(MACHINES[name])
+    simulation.decode(20)
+    simulation.read(4000)
+    sizes = [size for size, _ in simulation.read(4000)[3:-1] if size]
+    jumps = [max(a, b) / min(a, b) for a, b in pairwise(sizes)]
+    assert sum(jump > 2 for jump in jumps) <= 0.05 * len(jumps)
+    assert sum(jump > 1 for jump in jumps) < len(jumps) / 2
+
+
+def test_what_a_chunk_takes_is_found_out_whatever_was_guessed() -> None:
+    """The self-test's step took ten times as long as others, or a tenth."""
+    nums = []
+    for factor in (0.1, 1, 10):
+        simulation = Simulation(MACHINES["the default model, 2 cores"])
+        simulation.budget.guess(0.01 * factor)
+        simulation.decode(30)
+        simulation.read(2000)
+        simulation.rows = [decoding(128) for _ in simulation.rows]
+        nums.append(len(simulation.read(2000)))
+    assert max(nums) <= 2 * min(nums)
+
+
+def test_late_chunks_are_smaller_for_they_look_at_more() -> None:
+    simulations = [settled(seed) for seed in range(6)]
+    sizes = [
+        sum(each.budget.take(start, 4000, each.rows) for each in simulations)
+        for start in (0, 1000, 3800)
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] >= 2 * sizes[2]
+
+
+@pytest.mark.parametrize("num_left", [1, 191, 192, 193, 4000])
+def test_as_much_as_may_be_is_read_while_nothing_decodes(num_left: int) -> None:
+    assert settled().budget.take(0, num_left, []) == min(num_left, MAX_CHUNK)
+
+
+@pytest.mark.parametrize("max_chunk", [1, 3, 4, 9, 64, 192])
+def test_no_chunk_is_larger_than_allowed_and_each_reads_on(max_chunk: int) -> None:
+    for stall in (0.0, 0.001, 1.2, 1000.0):
+        budget = PrefillBudget(max_chunk, stall)
+        budget.guess(0.01)
+        for num_left in (1, 5, 300):
+            assert 1 <= budget.take(0, num_left, [decoding(9)]) <= min(max_chunk, num_left)
+
+
+def test_without_a_limit_chunks_are_always_the_largest() -> None:
+    simulation = settled()
+    unlimited = PrefillBudget(MAX_CHUNK)
+    unlimited.guess(0.01)
+    assert unlimited.take(3800, 4000, simulation.rows) == MAX_CHUNK
+
+
+def test_more_may_be_added_while_more_prompts_wait_than_streams_are_open() -> None:
+    simulation = settled()
+    rest(simulation)
+    take, rows = simulation.budget.take, simulation.rows
+    assert take(500, 4000, rows, len(rows)) == take(500, 4000, rows, 0)
+    assert take(500, 4000, rows, 4 * len(rows)) >= 3 * take(500, 4000, rows, 0)
+
+
+def test_first_chunk_behind_steps_without_one_may_take_twice_as_long() -> None:
+    simulation = settled()
+    rest(simulation)
+    usual = simulation.budget.take(0, 4000, simulation.rows)
+    simulation.decode(1)
+    assert simulation.budget.take(0, 4000, simulation.rows) >= 2 * usual
+
+
+def test_short_rest_is_read_at_once() -> None:
+    simulation = settled()
+    rest(simulation)
+    size = simulation.budget.take(500, 4000, simulation.rows)
+    assert simulation.budget.take(500, size + 4, simulation.rows) == size + 4
+    assert simulation.budget.take(500, size + 5, simulation.rows) == size
+
+
+def test_now_and_then_a_step_only_decodes_to_know_what_that_takes() -> None:
+    sizes = [size for size, _ in settled().read(4000)]
+    pauses = [i for i, size in enumerate(sizes) if size == 0]
+    assert pauses
+    assert all(b - a == 33 for a, b in pairwise(pauses))
+
+
+def test_decoding_that_takes_longer_by_and_by_lets_chunks_grow() -> None:
+    simulation = settled()
+    before = simulation.budget.take(500, 4000, simulation.rows)
+    for row in simulation.rows:
+        row.num_cached = 4000
+    assert simulation.budget.take(500, 4000, simulation.rows) > 2 * before
+
+
+class StubClock:
+    """Moved by the model's steps, as the default model would."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_engine_reads_a_long_prompt_in_chunks_that_its_streams_can_bear() -> None:
+    machine = MACHINES["the default model, 2 cores"]
+    clock = StubClock()
+    engine, model = stub_engine(9, 4096, MAX_CHUNK, prefill_stall=STALL)
+    engine._clock = clock
+    added: list[float] = []
+
+    def pass_time(plan: StepPlan, _: object) -> None:
+        plain, chunk = machine.decode_ms(plan.decode), plan.prefill
+        beyond = machine.chunk_ms(chunk.start, len(chunk.token_ids)) if chunk else 0.0
+        clock.now += (plain + beyond) / 1000
+        if plan.decode and chunk and chunk.sequence.request_id == "long":
+            added.append(beyond / plain)
+
+    model.change = pass_time
+    engine.self_test()
+    for i in range(8):
+        engine.submit(greedy(f"open {i}", [7] * 64, 1500))
+    for _ in range(40):
+        engine.step()
+    engine.submit(greedy("long", [8] * 3000, 1))
+    run(engine)
+    assert statistics.quantiles(added[2:], n=20)[-1] < STALL * 1.3
+    assert sum(added) / len(added) > STALL / 2  # it is used, too
+
+
+def test_steps_that_fail_teach_nothing() -> None:
+    engine, model = stub_engine(4, 512, 64, prefill_stall=STALL)
+    heard: list[StepPlan] = []
+    engine._scheduler.prefill_budget.stepped = lambda plan, _: heard.append(plan)  # type: ignore[method-assign]
+
+    def fail(*_: object) -> None:
+        raise ValueError("broken")
+
+    model.change = fail
+    engine.submit(greedy("one", [7], 2))
+    run(engine)
+    assert len(model.plans) == 1
+    assert heard == []
+
+
+def test_self_test_gives_a_first_guess() -> None:
+    """So that the first chunk beside a stream is no leap in the dark."""
+    engine, _ = stub_engine(4, 512, 192, prefill_stall=STALL)
+    budget = engine._scheduler.prefill_budget
+    assert budget.take(0, 500, [decoding(9)]) == 192
+    engine.self_test()
+    assert budget.take(0, 500, [decoding(9)]) < 192
