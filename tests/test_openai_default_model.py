@@ -4,6 +4,7 @@ for the name of the model."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jsonschema_rs
@@ -41,8 +42,9 @@ TOOLS: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def client(default_server: LiveServer) -> OpenAI:
-    return client_of(default_server)
+def client(default_server: LiveServer) -> Iterator[OpenAI]:
+    with client_of(default_server) as client:
+        yield client
 
 
 def test_chat(client: OpenAI) -> None:
