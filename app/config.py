@@ -266,8 +266,8 @@ OPTIONS: list[click.Parameter] = [
     _option(
         "--prefill-stall",
         "prefill_stall",
-        "How many times its own length a step of the open streams may grow for the reading of a "
-        "prompt: less is smoother for them, more reads prompts faster; 0 always reads "
+        "How many times what its decoding takes a step of the open streams may grow for the "
+        "reading of a prompt: less is smoother for them, more reads prompts faster; 0 always reads "
         "`PREFILL_CHUNK`.",
         type=click.FloatRange(0, 1000),
         callback=_number,

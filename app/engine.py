@@ -39,7 +39,10 @@ Logits = Any  # (rows, vocab): an array, or what the engine's sampler takes
 
 
 class Model(Protocol):
-    """What the engine needs of a model; tests hand in their own."""
+    """What the engine needs of a model; tests hand in their own.
+
+    It may have `prefill_seconds`, what the prefill of its last plan took.
+    """
 
     def forward(self, plan: StepPlan, cache: KVCache) -> Logits:
         """Runs the plan; logits `(len(plan.sampled), vocab)`, valid until the next call."""
@@ -244,7 +247,9 @@ class Engine:
             if not self._is_tested:
                 self._tell(self.backlog.stepped, plan, now - started_at)
                 if not any(advance.error for advance in advances):  # else it may have broken off
-                    self._tell(self._scheduler.prefill_budget.stepped, plan, now - started_at)
+                    alone = getattr(self._model, "prefill_seconds", None)
+                    budget = self._scheduler.prefill_budget
+                    self._tell(budget.stepped, plan, now - started_at, alone)
                 self._worked_at = now
         self._left_at = None if scheduler.is_idle else now
         self._tell(self._observer.counted, scheduler.num_waiting, scheduler.num_running)

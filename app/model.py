@@ -7,6 +7,7 @@ the graph has (`fused.py`, `portable.py`).
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class OnnxModel:
             self.device, graph.form, self.spec.kv.dtype, self.spec.logits_dtype
         )
         self.deterministic = False
+        self.prefill_seconds: float | None = None  # of the last plan's; None: not measured
         self._read_memory = memory_reader()
         self._form = _FORMS[graph.form](session, graph, self.device)
         self._logits = torch.empty(0)
@@ -148,11 +150,15 @@ class OnnxModel:
         waited for them."""
         self._size_logits(cache)
         num_decode = len(plan.decode)
+        self.prefill_seconds = None
         if plan.prefill is not None:
+            started_at = time.monotonic()
             chunk = plan.prefill
             ids = np.array([chunk.token_ids], np.int64)  # (1, chunk)
             logits = self._logits[num_decode : num_decode + 1]
             self._form.run(cache, Run(chunk.row, ids, np.array([chunk.start], np.int64), logits))
+            if self.device.type == "cpu":  # elsewhere the run is only queued
+                self.prefill_seconds = time.monotonic() - started_at
         if num_decode:
             ids = np.array([[s.last_token] for s in plan.decode], np.int64)  # (rows, 1)
             lengths = np.array([s.num_cached for s in plan.decode], np.int64)

@@ -1,105 +1,82 @@
 """How many tokens of a prompt the next step reads. Pure: no I/O, clock, thread or array.
 
-While no row decodes, as many as may be read at once. Beside open streams a chunk may add `stall`
-times what their decoding takes alone. What a chunk takes is learned from the steps: it grows with
-its tokens and with their position, for each looks at all in front of it.
+While no row decodes, as many as may be read at once. Beside open streams a chunk may take `stall`
+times what their decoding takes. What a token takes is known from the chunks before: more the
+further on it stands, for it looks at all in front of it, and more in a small chunk than in a large
+one. So the size follows the time of the last chunk near that position, by bounded steps.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence as Ordered
+import statistics
+from collections import deque
 
-from .sequence import Sequence, StepPlan
-from .step_cost import StepCost
+from .sequence import StepPlan
 
-# Few, so that noise does not change them all the time; attention likes multiples of 16.
-_SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, *(1 << k for k in range(8, 17)))
-_FIRST_SHARES = 2.0  # for the first chunk behind steps that had nothing to read
-_LEAST_SHARE = 0.25  # that a chunk's tokens take, of what its run takes without them
-_STEPS_TO_LOOK = 32  # then one step only decodes: what that takes alone is to stay known
-_DECODE_MEMORY, _CHUNK_MEMORY = 24, 32  # steps
-# In units of a step of one token, as features below: a guess until there are steps. From the
-# default model, with 2 cores of a Xeon with AMX.
-_DECODE = (0.8, 0.08, 0.3)
-_CHUNK = (0.9, 0.4, 0.035, 0.035)
-# Small chunks do not tell what a token costs; if that did not fade, larger ones were never tried.
-_CHUNK_FADES = (1.0, 1.0, 0.95, 0.95)
+_UNIT = 8  # tokens, the least chunk: a smaller one takes hardly less time
+_NUM_DECODES = 31  # runs of which the median counts
+_ZONE = 512  # positions for which a token's time is one number
+_WEIGHT = 0.4  # of a new chunk in that number
+_GROWTH = 1.5  # from one chunk to the next, at most
+_TOKENS_PER_DECODE = 16  # read in the time that a row takes to decode: a guess until it is known
 
 
 class PrefillBudget:
     """Chunks of at most `max_chunk` tokens; where `stall` is 0, always of that many.
 
     Even the smallest chunk reads on, so every prompt is read. While more prompts wait than streams
-    are open, a chunk may add more, by that ratio.
+    are open, a chunk may take longer, by that ratio. Times are in seconds.
     """
 
     def __init__(self, max_chunk: int, stall: float = 0.0) -> None:
         self.max_chunk = max_chunk
         self.stall = stall
-        self._sizes = [size for size in _SIZES if size < max_chunk] + [max_chunk]
-        self._decode = StepCost(_DECODE, _DECODE_MEMORY)
-        self._chunk = StepCost(_CHUNK, _CHUNK_MEMORY, _CHUNK_FADES)
-        self._is_guessed = False
-        self._has_rested = True
-        self._num_shared = 0  # steps in a row that read and decoded
+        self._decodes: deque[float] = deque(maxlen=_NUM_DECODES)
+        self._per_token: dict[int, float] = {}  # zone -> seconds
+        self._last_size = 0  # of a chunk beside open streams, if the step before had one
 
-    def take(
-        self, start: int, num_left: int, decode: Ordered[Sequence], num_waiting: int = 0
-    ) -> int:
-        """Tokens that the next step reads, of `num_left` from position `start` on, beside these
-        rows; 0 in a step that is to read none."""
-        if not (self.stall and decode and self._is_guessed):
-            return min(num_left, self.max_chunk)
-        if self._num_shared >= _STEPS_TO_LOOK:
-            return 0
-        shares = max(1.0, num_waiting / len(decode)) * (_FIRST_SHARES if self._has_rested else 1.0)
-        size = self._size_within(shares * self.stall * self._decode.of(_rows(decode)), start)
-        if num_left <= size + self._sizes[0]:  # a rest so small would not be worth its run
-            size = num_left
-        return min(size, self.max_chunk)
+    def take(self, start: int, num_left: int, num_decoding: int, num_waiting: int = 0) -> int:
+        """Tokens that the next step reads, at least 1: of `num_left` from position `start` on,
+        beside so many rows that decode."""
+        most = min(num_left, self.max_chunk)
+        if not (self.stall and num_decoding and self._decodes):
+            return most
+        shares = max(1.0, num_waiting / num_decoding)
+        allowed = shares * self.stall * statistics.median(self._decodes)
+        size = allowed / self._token_seconds(start)
+        if self._last_size:
+            size = min(size, max(2 * _UNIT, _GROWTH * self._last_size))
+        units = max(1, round(size / _UNIT))  # down only, a smaller chunk would never grow
+        # A rest so small would not be worth a run of its own.
+        return most if num_left < (units + 1) * _UNIT else min(units * _UNIT, most)
 
     def guess(self, seconds: float) -> None:
-        """That a step of one token takes, as long as none has been measured."""
-        if seconds > 0:
-            self._is_guessed = True
-            self._decode.guess((1.0, 1.0, 0.0), seconds)
-            self._chunk.guess(_tokens(0, 1), seconds)
+        """That a step of one row takes, as long as none has been measured."""
+        if not self._decodes and seconds > 0:
+            self._decodes.append(seconds)
 
-    def stepped(self, plan: StepPlan, seconds: float) -> None:
-        """A step has run, and nobody's rows have failed in it."""
-        if not self.stall:
-            return
-        if not self._is_guessed:
-            self.guess(seconds)
+    def stepped(self, plan: StepPlan, seconds: float, prefill_seconds: float | None) -> None:
+        """A step took `seconds`, of them its chunk `prefill_seconds`; None: nobody has measured."""
         chunk = plan.prefill
         if chunk is None:
-            self._has_rested = self._num_shared < _STEPS_TO_LOOK
-            self._num_shared = 0
-            self._decode.learn(_rows(plan.decode), seconds)
+            self._decodes.append(seconds)
+            self._last_size = 0
             return
-        self._has_rested = False
-        self._num_shared = self._num_shared + 1 if plan.decode else 0
-        known = self._decode.of(_rows(plan.decode)) if plan.decode else 0.0
-        self._chunk.learn(_tokens(chunk.start, len(chunk.token_ids)), seconds, known)
+        if prefill_seconds is not None:
+            if plan.decode:
+                self._decodes.append(seconds - prefill_seconds)
+        else:
+            plain = statistics.median(self._decodes) if plan.decode and self._decodes else 0.0
+            prefill_seconds = max(seconds - plain, seconds / 10)
+        self._last_size = len(chunk.token_ids) if plan.decode else 0
+        zone, each = chunk.start // _ZONE, prefill_seconds / len(chunk.token_ids)
+        known = self._per_token.get(zone, each)
+        # One that took far too long, because the machine was elsewhere, counts for twice at most.
+        self._per_token[zone] = known + _WEIGHT * (min(each, 2 * known) - known)
 
-    def _size_within(self, seconds: float, start: int) -> int:
-        """The largest chunk that takes no longer, or the least that is worth a run of its own."""
-        fixed = self._chunk.of(_tokens(start, 0))
-        per_token = self._chunk.of(_tokens(start, 1)) - fixed
-        for_tokens = max(seconds - fixed, _LEAST_SHARE * fixed)
-        if per_token * self.max_chunk <= for_tokens:
-            return self.max_chunk
-        num_tokens = for_tokens / per_token
-        return self._sizes[max(0, bisect_right(self._sizes, num_tokens) - 1)]
-
-
-def _rows(decode: Ordered[Sequence]) -> tuple[float, ...]:
-    """Of a decode run: once, for each row, for each thousand tokens that the rows look at."""
-    return (1.0, float(len(decode)), sum([s.num_cached for s in decode]) / 1000)
-
-
-def _tokens(start: int, num_tokens: int) -> tuple[float, ...]:
-    """Of a chunk: once, for each thousand tokens in front; the same for each of its tokens."""
-    middle = (start + num_tokens / 2) / 1000
-    return (1.0, start / 1000, float(num_tokens), num_tokens * middle)
+    def _token_seconds(self, start: int) -> float:
+        """Near `start`, or as far in front of it as is known."""
+        zones = [zone for zone in self._per_token if zone <= start // _ZONE]
+        if zones:
+            return self._per_token[max(zones)]
+        return statistics.median(self._decodes) / _TOKENS_PER_DECODE

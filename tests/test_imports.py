@@ -34,7 +34,6 @@ OWN: dict[str, set[str]] = {
     "origin": set(),
     "garbage": set(),
     "pace": set(),
-    "step_cost": set(),
     "stops": set(),
     "precision": set(),
     # the model folder, as far as it can be read without its weights
@@ -62,7 +61,7 @@ OWN: dict[str, set[str]] = {
     "waiting": {"sequence"},
     "work": {"sequence"},
     "backlog": {"errors", "pace", "sequence", "work"},
-    "prefill_budget": {"sequence", "step_cost"},
+    "prefill_budget": {"sequence"},
     "runner": set(),
     "cuda": set(),
     "session": {"cuda", "errors", "folder", "graph"},
