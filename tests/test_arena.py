@@ -132,6 +132,12 @@ def test_lazy_cache_does_not_follow_a_budget_that_comes_down_a_little() -> None:
         assert cache.resize(8, 10, 10) is None
 
 
+def test_lazy_cache_that_found_no_memory_is_lazy_no_more() -> None:
+    cache = arena(10**6, replace(LIMITS, is_lazy=True))
+    cache.lose()
+    assert cache.resize(2, 3, 3) == Size(2, 4)
+
+
 def test_growing_rows_preempt_the_youngest_which_loses_no_token() -> None:
     budget = LIMITS.num_bytes(4, 16)
     engine, model = elastic_engine(max(budget, ONE_ROW))
@@ -157,6 +163,14 @@ def test_nobody_overtakes_one_that_does_not_fit_yet() -> None:
     long, next_ = greedy("long", [1] * 20, 10), greedy("next", [2] * 40, 5)
     answers(engine, [long, next_, greedy("s", [3])])
     assert starts(model) == ["long", "next", "s"]
+
+
+def test_newcomer_that_would_have_to_give_way_after_a_token_waits() -> None:
+    limits = KVLimits(4, 64, 16, bytes_per_token=1, bytes_per_row=0)
+    engine, _ = elastic_engine(limits.num_bytes(2, 32), limits)
+    sequences = [greedy("first", [1] * 4, 20), greedy("next", [2] * 31, 5)]
+    answers(engine, sequences)
+    assert [s.num_preemptions for s in sequences] == [0, 0]
 
 
 def test_owner_pays_for_a_prompt_once() -> None:
