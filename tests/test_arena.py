@@ -232,6 +232,7 @@ def test_cache_that_finds_no_memory_to_grow_costs_time_and_rows_but_no_token() -
     assert answers(engine, sequences) == [stub_answer([i] * 5, 40) for i in range(6)]
     assert max(plan.num_rows for plan in model.plans) < 4
     assert [s.num_preemptions for s in sequences] == [1, 1, 1, 0, 0, 0]
+    assert starts(model) == ["0", "1", "0", "1", "2", "3", "4", "5"]
 
 
 def test_one_row_that_finds_no_memory_fails_alone() -> None:
@@ -257,6 +258,19 @@ def test_other_failures_of_a_resize_end_what_ran_and_nothing_else() -> None:
     run(engine)
     assert [s.finish_reason for s in sequences[:2]] == [FinishReason.ERROR] * 2
     assert sequences[2].output_ids == stub_answer([2] * 5, 30)
+
+
+def test_what_rows_have_written_is_held_until_the_cache_is_made_anew() -> None:
+    engine, _ = stub_engine(min_shared=None)
+    scheduler = engine._scheduler
+    answers(engine, [greedy("long", [1] * 20, 5)])
+    assert scheduler.num_written == 24  # the last token of an answer is never cached
+    answers(engine, [greedy("short", [2] * 3, 2)])
+    assert scheduler.num_written == 24
+    answers(engine, [greedy("first", [3] * 6, 12), greedy("beside", [4] * 8, 2)])
+    assert scheduler.num_written == 24 + 9
+    engine.rest()
+    assert scheduler.num_written == 0
 
 
 def test_idle_engine_gives_memory_back_once_when_it_is_due() -> None:
