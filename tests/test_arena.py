@@ -265,7 +265,10 @@ def test_what_rows_have_written_is_held_until_the_cache_is_made_anew() -> None:
     scheduler = engine._scheduler
     answers(engine, [greedy("long", [1] * 20, 5)])
     assert scheduler.num_written == 24  # the last token of an answer is never cached
-    answers(engine, [greedy("short", [2] * 3, 2)])
+    engine.submit(greedy("short", [2] * 3, 2))
+    engine.step()
+    assert scheduler.num_written == 24
+    run(engine)
     assert scheduler.num_written == 24
     answers(engine, [greedy("first", [3] * 6, 12), greedy("beside", [4] * 8, 2)])
     assert scheduler.num_written == 24 + 9

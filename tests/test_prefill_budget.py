@@ -218,6 +218,17 @@ def test_more_may_be_added_while_more_prompts_wait_than_streams_are_open() -> No
     assert take(500, 4000, 8, 32) >= 3 * take(500, 4000, 8, 0)
 
 
+def test_small_chunk_that_was_read_alone_bounds_no_later_one() -> None:
+    simulation = settled()
+    simulation.decode(1)
+    before = simulation.budget.take(600, 4000, 8)
+    assert before > 16
+    rows, simulation.rows = simulation.rows, []
+    simulation.read(8)
+    simulation.rows = rows
+    assert simulation.budget.take(600, 4000, 8) == before
+
+
 def test_short_rest_is_read_at_once() -> None:
     simulation = settled()
     simulation.decode(1)
