@@ -80,7 +80,7 @@ class Simulation:
             size = self.budget.take(prompt.num_cached, left, len(self.rows), num_waiting)
             chunk = PrefillChunk(prompt, len(self.rows), prompt.num_cached, [7] * size)
             plain = self.machine.decode_ms(self.rows)
-            ms = self._step(chunk)
+            ms = self._step(chunk if size else None)
             prompt.num_cached += size
             steps.append((size, ms / plain if plain else 0.0))
         return steps
