@@ -271,7 +271,7 @@ OPTIONS: list[click.Parameter] = [
         "`PREFILL_CHUNK`.",
         type=click.FloatRange(0, 1000),
         callback=_number,
-        default=1.2,
+        default=1.0,
     ),
     _option(
         "--max-body-bytes",

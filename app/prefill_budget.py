@@ -31,8 +31,8 @@ class PrefillBudget:
     """Chunks of at most `max_chunk` tokens; where `stall` is 0, always of that many.
 
     While more prompts wait than streams are open, a chunk may take longer by that ratio, and long
-    steps come more often. Every prompt is read: the longest pause has `_STEPS_PER_LONG` steps. Times
-    are in seconds.
+    steps come more often. Every prompt is read: the longest pause has `_STEPS_PER_LONG` steps.
+    Times are in seconds.
     """
 
     def __init__(self, max_chunk: int, stall: float = 0.0) -> None:
