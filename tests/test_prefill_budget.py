@@ -140,10 +140,10 @@ def test_far_behind_large_chunks_with_pauses_take_the_place_of_small_ones() -> N
     simulation.decode(60)
     sizes = [size for size, _ in simulation.read(4000)][-200:-1]
     assert sizes.count(0) > 0.9 * len(sizes)
-    simulation = Simulation(MACHINES["a GPU"])
+    simulation = Simulation(Machine(14, 0.5, 0.2, 4, 0.5, 0.1, 0.005))
     simulation.decode(60)
     sizes = [size for size, _ in simulation.read(8000)]
-    assert sizes.count(0) < len(sizes) / 4
+    assert sizes.count(0) < len(sizes) / 10
 
 
 def test_short_prompt_that_comes_alone_is_read_at_once() -> None:
@@ -204,17 +204,6 @@ def test_more_may_be_added_while_more_prompts_wait_than_streams_are_open() -> No
     nums = [len(spent().read(2000, num_waiting)) for num_waiting in (0, 8, 32)]
     assert nums[0] == nums[1]
     assert nums[2] <= nums[0] / 2
-
-
-def test_small_chunk_that_was_read_alone_bounds_no_later_one() -> None:
-    simulation = settled()
-    simulation.decode(1)
-    before = simulation.budget.take(600, 4000, 8)
-    assert before > 16
-    rows, simulation.rows = simulation.rows, []
-    simulation.read(8)
-    simulation.rows = rows
-    assert simulation.budget.take(600, 4000, 8) == before
 
 
 def test_short_rest_is_read_at_once() -> None:
