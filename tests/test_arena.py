@@ -182,6 +182,15 @@ def test_preempted_sequence_that_is_ended_while_it_waits_is_told_once() -> None:
     assert [(a.token_id, a.finish_reason) for a in advances] == [(None, FinishReason.ABORT)]
 
 
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_answer_that_outgrows_what_was_expected_of_it_gets_a_longer_slot(is_lazy: bool) -> None:
+    limits = KVLimits(2, 1024, 64, bytes_per_token=10, bytes_per_row=0, is_lazy=is_lazy)
+    engine, _ = elastic_engine(limits.num_bytes(2, 512), limits)
+    sequences = [greedy(str(i), [i] * 5, 600) for i in range(2)]
+    assert answers(engine, sequences) == [stub_answer([i] * 5, 600) for i in range(2)]
+    assert engine._scheduler.arena.size.max_len == 1024
+
+
 def test_limit_and_its_reason_follow_the_memory() -> None:
     engine, _ = elastic_engine(10**6)
     engine.submit(greedy("a", [1] * 20, 40))

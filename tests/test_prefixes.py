@@ -181,6 +181,20 @@ def test_failed_step_leaves_nothing_that_could_be_trusted() -> None:
     assert ask(engine, HISTORY).num_reused == 0
 
 
+def test_memory_that_moved_rows_have_taken_counts_after_a_failed_step() -> None:
+    """Or the budget, which is what is free and what the cache holds, would be less from then on."""
+    engine, model = stub_engine()
+    ask(engine, HISTORY)
+    before = engine._scheduler.num_written
+
+    def change(plan: object, logits: object) -> None:
+        raise RuntimeError
+
+    model.change = change
+    answers(engine, [greedy("b", [5] * 8)])  # what is kept goes to another slot, and stays in this
+    assert engine._scheduler.num_written == 2 * before > 2 * len(HISTORY)
+
+
 def test_request_whose_logits_are_not_finite_leaves_nothing() -> None:
     engine, model = stub_engine()
 
