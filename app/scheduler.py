@@ -245,18 +245,19 @@ class Scheduler:
         slots = self._slots
         if not slots.num_running:
             return None
-        size = self.arena.resize(self._num_wanted_slots(), slots.longest, slots.expected)
+        expected = slots.expected
+        size = self.arena.resize(self._num_wanted_slots(expected), slots.longest, expected)
         if size is None:
             return None
         moves += slots.renew(*size)
         return Resize(*size, slots.filled())
 
-    def _num_wanted_slots(self) -> int:
+    def _num_wanted_slots(self, expected: int) -> int:
         """A slot for each that runs. Those that keep something, and one for the next to come, only
-        if there is room for what is expected of them all."""
+        if there is room for `expected` tokens in them all."""
         slots = self._slots
         spare = slots.num_kept + 1 if slots.num_kept else 0
-        fitting = min(slots.num_running + spare, self.arena.max_rows(slots.expected))
+        fitting = min(slots.num_running + spare, self.arena.max_rows(expected))
         return max(slots.num_running, fitting)
 
     def _end_marked(self) -> None:
