@@ -7,6 +7,7 @@ its sequence's, and that none is longer than its slot.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from app.arena import Arena, KVLimits, Size, default_max_rows
 from app.engine import Engine
 from app.memory import MemoryBudget
-from app.sequence import FinishReason, Resize, SamplingParams, Sequence, Status, StepPlan
+from app.sequence import FinishReason, Move, Resize, SamplingParams, Sequence, Status, StepPlan
 
 from .engines import StubModel, TokenCache, answers, greedy, run, stub_answer, stub_engine
 
@@ -252,6 +253,31 @@ def test_other_failures_of_a_resize_end_what_ran_and_nothing_else() -> None:
     run(engine)
     assert [s.finish_reason for s in sequences[:2]] == [FinishReason.ERROR] * 2
     assert sequences[2].output_ids == stub_answer([2] * 5, 30)
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), MemoryError()], ids=repr)
+def test_moves_that_fail_in_front_of_a_resize_leave_no_slot_that_is_not_there(
+    error: Exception,
+) -> None:
+    engine, _ = elastic_engine(10**6)
+    apply = engine._cache.apply
+
+    def fail(moves: Iterable[Move]) -> None:
+        engine._cache.apply = apply  # type: ignore[method-assign]
+        raise error
+
+    first, second, third = greedy("1", [1] * 5, 3), greedy("2", [2] * 5, 9), greedy("3", [3], 40)
+    engine.submit(first)
+    engine.submit(second)
+    while not first.is_finished:
+        engine.step()
+    engine._cache.apply = fail  # type: ignore[method-assign]
+    engine.submit(third)  # in the step in which the second takes the first one's row
+    run(engine)
+    found = FinishReason.LENGTH if isinstance(error, MemoryError) else FinishReason.ERROR
+    assert [second.finish_reason, third.finish_reason] == [found] * 2
+    sequences = [greedy(str(i), [i] * 5, 40) for i in range(2)]
+    assert answers(engine, sequences) == [stub_answer([i] * 5, 40) for i in range(2)]
 
 
 def test_idle_engine_gives_memory_back_once_when_it_is_due() -> None:
