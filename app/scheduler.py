@@ -183,6 +183,8 @@ class Scheduler:
         start, num_prompt = sequence.num_cached, len(sequence.prompt_ids)
         num_left, num_decoding = sequence.num_to_read - start, len(self._slots.decoding)
         size = self.prefill_budget.take(start, num_left, num_decoding, self.num_waiting)
+        if size == 0:
+            return None
         stop = start + size
         if self._is_exact and sequence.num_reread:  # the answer came token by token
             stop = min(stop, num_prompt) if start < num_prompt else start + 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from app.sequence import PrefillChunk, SamplingParams, Sequence, StepPlan
 
 from .engines import greedy, run, stub_engine
 
-STALL = 1.2
+STALL = 1.0
 MAX_CHUNK = 192
 
 
@@ -63,9 +62,9 @@ class Simulation:
         self.budget.guess(self._noisy(machine.chunk_ms(0, 1)) / 1000)
 
     def _noisy(self, ms: float) -> float:
-        """Within 30 %, and one in fifty takes four times as long."""
+        """Within 20 %, and one in 300 takes four times as long."""
         random = self._random
-        return float(ms * random.uniform(0.7, 1.3) * (4 if random.random() < 0.02 else 1))
+        return float(ms * random.uniform(0.8, 1.2) * (4 if random.random() < 1 / 300 else 1))
 
     def decode(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -80,7 +79,7 @@ class Simulation:
             size = self.budget.take(prompt.num_cached, left, len(self.rows), num_waiting)
             chunk = PrefillChunk(prompt, len(self.rows), prompt.num_cached, [7] * size)
             plain = self.machine.decode_ms(self.rows)
-            ms = self._step(chunk)
+            ms = self._step(chunk if size else None)
             prompt.num_cached += size
             steps.append((size, ms / plain if plain else 0.0))
         return steps
@@ -113,11 +112,8 @@ def settled() -> Simulation:
     return simulation
 
 
-BEARABLE = [name for name in MACHINES if name != "attention is everything"]
-
-
 @pytest.mark.parametrize("is_split", [True, False])
-@pytest.mark.parametrize("name", BEARABLE)
+@pytest.mark.parametrize("name", MACHINES)
 def test_open_streams_keep_a_third_of_their_pace_while_long_prompts_come(
     name: str, is_split: bool
 ) -> None:
@@ -125,69 +121,55 @@ def test_open_streams_keep_a_third_of_their_pace_while_long_prompts_come(
     for seed in range(4):
         simulation = Simulation(MACHINES[name], seed=seed, is_split=is_split)
         for _ in range(3):
-            simulation.decode(20)
-            ratios += [ratio for _, ratio in simulation.read(4000)[2:]]
+            simulation.decode(60)
+            ratios += [ratio for _, ratio in simulation.read(4000)]
     assert statistics.quantiles(ratios, n=20)[-1] < 3
-
-
-def test_where_even_the_least_chunk_takes_long_no_larger_one_is_read() -> None:
-    simulation = Simulation(MACHINES["attention is everything"])
-    simulation.decode(20)
-    simulation.read(4000)
-    assert {size for size, _ in simulation.read(4000)[-60:-1]} == {8}
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_long_prompt_is_read_in_a_bounded_number_of_steps(name: str) -> None:
-    """Two open streams give it the least."""
-    for seed in range(4):
-        simulation = Simulation(MACHINES[name], num_rows=2, seed=seed)
-        assert len(simulation.read(4000)) <= 4000 // 8
+    """By large chunks alone at the worst."""
+    for num_rows in (2, 8):
+        simulation = Simulation(MACHINES[name], num_rows=num_rows)
+        assert len(simulation.read(4000)) <= -(-4000 // MAX_CHUNK) * 45
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_what_may_be_added_is_used(name: str) -> None:
-    """But for what is cut off by sizes in steps, and by growing slowly."""
-    machine = MACHINES[name]
-    simulation = Simulation(machine)
-    simulation.decode(20)
-    simulation.read(4000)
-    steps = simulation.read(4000)
-    alone = [ratio for size, ratio in steps if size > 8] or [3.0]
-    assert statistics.mean(alone) > 1 + STALL / 2
+def test_far_behind_large_chunks_with_pauses_take_the_place_of_small_ones() -> None:
+    """Where a small one takes as long as several steps. Else most steps read, a little each."""
+    simulation = Simulation(Machine(14, 0.1, 0.2, 14, 30, 0.03, 0.005))
+    simulation.decode(60)
+    sizes = [size for size, _ in simulation.read(4000)][-200:-1]
+    assert sizes.count(0) > 0.9 * len(sizes)
+    simulation = Simulation(MACHINES["a GPU"])
+    simulation.decode(60)
+    sizes = [size for size, _ in simulation.read(8000)]
+    assert sizes.count(0) < len(sizes) / 4
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_chunks_do_not_jump_about(name: str) -> None:
-    simulation = Simulation(MACHINES[name])
-    simulation.decode(20)
-    simulation.read(4000)
-    sizes = [size for size, _ in simulation.read(4000)[3:-1]]
-    assert all(b <= max(16, 1.5 * a + 4) for a, b in pairwise(sizes))
-    halved = sum(2 * b < a for a, b in pairwise(sizes))
-    assert halved <= 0.02 * len(sizes)
+def test_short_prompt_that_comes_alone_is_read_at_once() -> None:
+    simulation = settled()
+    simulation.decode(90)
+    assert [size for size, _ in simulation.read(2 * MAX_CHUNK)] == [MAX_CHUNK, MAX_CHUNK]
+
+
+def test_long_steps_are_one_of_twenty_at_most_in_the_long_run() -> None:
+    simulation = settled()
+    sizes = [size for size, _ in simulation.read(9000)]
+    assert sizes.count(MAX_CHUNK) <= 3 + len(sizes) / 20
 
 
 def test_what_a_chunk_takes_is_found_out_whatever_was_guessed() -> None:
-    """The self-test's step took ten times as long as others, or a tenth."""
-    sizes = []
+    """The self-test's step took ten times as long as others, or a tenth. A learner that kept to its
+    guess would read a large chunk in every 45th step: 470 steps."""
+    nums = []
     for factor in (0.1, 1, 10):
-        simulation = Simulation(MACHINES["the default model, 2 cores"])
+        simulation = Simulation(MACHINES["a GPU"])
         simulation.budget = PrefillBudget(MAX_CHUNK, STALL)
         simulation.budget.guess(0.01 * factor)
         simulation.read(4000)
         simulation.rows = [decoding(128) for _ in simulation.rows]
-        sizes.append(statistics.mean(size for size, _ in simulation.read(1000)))
-    assert 16 < min(sizes) <= max(sizes) < 1.5 * min(sizes)
-
-
-def test_late_chunks_are_smaller_for_they_look_at_more() -> None:
-    simulation = Simulation(MACHINES["the default model, 2 cores"])
-    simulation.decode(30)
-    for _ in range(2):
-        simulation.rows = [decoding(128) for _ in simulation.rows]
-        sizes = [size for size, _ in simulation.read(4000)]
-    assert statistics.mean(sizes[:20]) >= 1.5 * statistics.mean(sizes[-20:])
+        nums.append(len(simulation.read(2000)))
+    assert max(nums) < 4 * min(nums)
 
 
 @pytest.mark.parametrize("num_left", [1, 191, 192, 193, 4000])
@@ -210,38 +192,33 @@ def test_without_a_limit_chunks_are_always_the_largest() -> None:
     assert unlimited.take(3800, 4000, 8) == MAX_CHUNK
 
 
-def test_more_may_be_added_while_more_prompts_wait_than_streams_are_open() -> None:
+def spent() -> Simulation:
+    """One that has just had its long steps."""
     simulation = settled()
-    simulation.decode(1)
-    take = simulation.budget.take
-    assert take(500, 4000, 8, 8) == take(500, 4000, 8, 0)
-    assert take(500, 4000, 8, 32) >= 3 * take(500, 4000, 8, 0)
+    simulation.read(6 * MAX_CHUNK)
+    simulation.rows = [decoding(128) for _ in simulation.rows]
+    return simulation
+
+
+def test_more_may_be_added_while_more_prompts_wait_than_streams_are_open() -> None:
+    nums = [len(spent().read(2000, num_waiting)) for num_waiting in (0, 8, 32)]
+    assert nums[0] == nums[1]
+    assert nums[2] <= nums[0] / 2
 
 
 def test_short_rest_is_read_at_once() -> None:
-    simulation = settled()
-    simulation.decode(1)
-    size = simulation.budget.take(500, 4000, 8)
-    assert simulation.budget.take(500, size + 7, 8) == size + 7
-    assert simulation.budget.take(500, size + 8, 8) == size
-
-
-def test_decoding_that_takes_longer_by_and_by_lets_chunks_grow() -> None:
-    simulation = settled()
-    before = simulation.budget.take(500, 4000, 8)
-    for row in simulation.rows:
-        row.num_cached = 4000
-    simulation.decode(31)
-    assert simulation.budget.take(500, 4000, 8) > 2 * before
+    take = spent().budget.take
+    size = next(size for size in range(8, MAX_CHUNK, 8) if take(0, size + 8, 8) < size + 8)
+    assert take(0, size + 7, 8) == size + 7
 
 
 def test_one_chunk_that_took_far_too_long_does_not_change_the_next_much() -> None:
-    simulation = settled()
-    simulation.decode(1)
-    before = simulation.budget.take(500, 4000, 8)
-    chunk = PrefillChunk(greedy("late", [7] * 900), 8, 500, [7] * before)
+    simulation = spent()
+    before = simulation.budget.take(0, 4000, 8)
+    assert before
+    chunk = PrefillChunk(greedy("late", [7] * 900), 8, 0, [7] * before)
     simulation.budget.stepped(StepPlan([], chunk, simulation.rows), 9.0, 8.9)
-    assert simulation.budget.take(500, 4000, 8) >= 0.6 * before
+    assert simulation.budget.take(0, 4000, 8) >= 0.6 * before
 
 
 class StubClock:
@@ -276,8 +253,7 @@ def test_engine_reads_a_long_prompt_in_chunks_that_its_streams_can_bear() -> Non
         engine.step()
     engine.submit(greedy("long", [8] * 3000, 1))
     run(engine)
-    assert statistics.quantiles(added[2:], n=20)[-1] < STALL * 1.3
-    assert sum(added) / len(added) > STALL / 2  # it is used, too
+    assert sum(ratio > 1.5 * STALL for ratio in added) <= 3 + len(model.plans) / 20
 
 
 def test_steps_that_fail_teach_nothing() -> None:
@@ -299,6 +275,7 @@ def test_self_test_gives_a_first_guess() -> None:
     """So that the first chunk beside a stream is no leap in the dark."""
     engine, _ = stub_engine(4, 512, 192, prefill_stall=STALL)
     budget = engine._scheduler.prefill_budget
+    budget._num_long = 0
     assert budget.take(0, 500, 1) == 192
     engine.self_test()
     assert budget.take(0, 500, 1) < 192
