@@ -171,10 +171,17 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, error: str) -> list[Advance]:
         """Ends every sequence of a step that raised; their rows are free in the next plan. It may
-        have raised between the moves, so nothing is known of free rows."""
-        self._slots.forget()
+        have raised between the moves, so nothing is known of any row: a prompt that was not read in
+        that step is read anew."""
         sequences = [*plan.decode, *([plan.prefill.sequence] if plan.prefill else [])]
-        return self._take_ended() + [failed(sequence, error) for sequence in sequences]
+        advances = self._take_ended() + [failed(sequence, error) for sequence in sequences]
+        paused = self._slots.prefilling
+        if paused is not None and paused.status is Status.RUNNING:
+            self._put_back(paused)
+            self._slots.close_gaps()
+            _forget([paused])
+        self._slots.forget()
+        return advances
 
     def _next_chunk(self) -> PrefillChunk | None:
         sequence = self._slots.prefilling
