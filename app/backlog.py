@@ -191,7 +191,7 @@ class Backlog:
             sequence.listed = (self._listing, position, prompts, steps, answers)
             prompts, steps, answers = prompts + prompt, steps + step, answers + answer
         self._listed_at = self._clock()
-        self._listed_running = self._running()
+        self._listed_running = self._running_of()  # the list has those that were preempted
 
     def _work(self, sequence: Sequence) -> Work:
         """Of one that runs."""
@@ -202,11 +202,14 @@ class Backlog:
         return Work(1, num_unread, self._num_steps(num_unread), left)
 
     def _running(self) -> _Running:
+        """With those that were preempted, which the queue's numbers leave out."""
+        return self._running_of(each for each in self._preempted if each.status is Status.WAITING)
+
+    def _running_of(self, preempted: Iterable[Sequence] = ()) -> _Running:
         plan = self._plan
         if plan is None:
             return _Running(1, Work(), 0)
-        sequences = [*plan.decode, *([plan.prefill.sequence] if plan.prefill else [])]
-        sequences += [each for each in self._preempted if each.status is Status.WAITING]
+        sequences = [*plan.decode, *([plan.prefill.sequence] if plan.prefill else []), *preempted]
         works = [self._work(sequence) for sequence in sequences if not sequence.is_finished]
         steps_per_chunk = self.pace.steps_per_chunk
         first = min((w.in_smaller_chunks(steps_per_chunk).row_steps for w in works), default=0.0)
@@ -250,9 +253,12 @@ class Backlog:
     def stepped(self, plan: StepPlan, seconds: float) -> None:
         num_tokens = 0
         if (chunk := plan.prefill) is not None:
-            num_tokens = len(chunk.token_ids)
-            end = chunk.start + num_tokens
-            self.pace.read(self._num_steps(end) - self._num_steps(chunk.start))
+            num_tokens, sequence = len(chunk.token_ids), chunk.sequence
+            if sequence.num_preemptions == 0:  # else what it reads again was never in the queue
+                # What the cache had is read in no step, as it were in the first.
+                start = 0 if chunk.start == sequence.num_reused else chunk.start
+                end = chunk.start + num_tokens
+                self.pace.read(self._num_steps(end) - self._num_steps(start))
         self.pace.stepped(num_tokens, seconds)
 
     def finished(self, sequence: Sequence) -> None:

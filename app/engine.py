@@ -178,13 +178,13 @@ class Engine:
     def _prepare(self, plan: StepPlan) -> StepPlan:
         """Makes the cache what the plan asks for. Where memory for that runs out, a plan of nothing
         instead: its sequences wait again, and no token is lost."""
-        self._cache.apply(plan.moves)
-        if plan.resize is None:
-            return plan
         try:
-            self._cache.resize(plan.resize)
+            self._cache.apply(plan.moves)
+            if plan.resize is not None:
+                self._cache.resize(plan.resize)
             return plan
         except Exception as error:
+            # Also where the moves failed: the arena has the new size already, the cache has not.
             self._scheduler.arena.lose()
             if plan.num_rows == 1 or not _is_out_of_memory(error):
                 raise

@@ -105,7 +105,7 @@ class PrefillBudget:
 
     def _learn(self, start: int, num_tokens: int, seconds: float) -> None:
         self._last_size = num_tokens if num_tokens < _LARGE else 0
-        zone, each = (num_tokens >= _LARGE, start // _ZONE), seconds / num_tokens
+        zone, each = (num_tokens >= _LARGE, start // _ZONE), max(seconds, 1e-6) / num_tokens
         known = self._per_token.get(zone, each)
         # One that took far too long, because the machine was elsewhere, counts for twice at most.
         self._per_token[zone] = known + _WEIGHT * (min(each, 2 * known) - known)

@@ -171,10 +171,17 @@ class Scheduler:
 
     def fail(self, plan: StepPlan, error: str) -> list[Advance]:
         """Ends every sequence of a step that raised; their rows are free in the next plan. It may
-        have raised between the moves, so nothing is known of free rows."""
-        self._slots.forget()
+        have raised between the moves, so nothing is known of any row: a prompt that was not read in
+        that step is read anew."""
         sequences = [*plan.decode, *([plan.prefill.sequence] if plan.prefill else [])]
-        return self._take_ended() + [failed(sequence, error) for sequence in sequences]
+        advances = self._take_ended() + [failed(sequence, error) for sequence in sequences]
+        paused = self._slots.prefilling
+        if paused is not None and paused.status is Status.RUNNING:
+            self._put_back(paused)
+            self._slots.close_gaps()
+            _forget([paused])
+        self._slots.forget()
+        return advances
 
     def _next_chunk(self) -> PrefillChunk | None:
         sequence = self._slots.prefilling
@@ -247,18 +254,19 @@ class Scheduler:
         slots = self._slots
         if not slots.num_running:
             return None
-        size = self.arena.resize(self._num_wanted_slots(), slots.longest, slots.expected)
+        expected = slots.expected
+        size = self.arena.resize(self._num_wanted_slots(expected), slots.longest, expected)
         if size is None:
             return None
         moves += slots.renew(*size)
         return Resize(*size, slots.filled())
 
-    def _num_wanted_slots(self) -> int:
+    def _num_wanted_slots(self, expected: int) -> int:
         """A slot for each that runs. Those that keep something, and one for the next to come, only
-        if there is room for what is expected of them all."""
+        if there is room for `expected` tokens in them all."""
         slots = self._slots
         spare = slots.num_kept + 1 if slots.num_kept else 0
-        fitting = min(slots.num_running + spare, self.arena.max_rows(slots.expected))
+        fitting = min(slots.num_running + spare, self.arena.max_rows(expected))
         return max(slots.num_running, fitting)
 
     def _end_marked(self) -> None:

@@ -55,9 +55,9 @@ class Slots:
     @property
     def expected(self) -> int:
         """Tokens that the longest will come to, as far as can be told, or has come to if it is kept
-        only."""
+        only; never less than `longest`, for answers go on beyond what was expected."""
         running = max(map(_num_expected, self.running), default=1)
-        return max(running, max(map(len, self._kept.values()), default=1))
+        return max(self.longest, running, max(map(len, self._kept.values()), default=1))
 
     @property
     def num_cached(self) -> int:
@@ -118,7 +118,8 @@ class Slots:
         return moves
 
     def forget(self) -> None:
-        """Nothing can be told any more of what free slots hold."""
+        """Nothing can be told any more of what free slots hold, but that it takes memory."""
+        self._remember()
         self._kept.clear()
 
     def close_gaps(self) -> list[Move]:

@@ -7,6 +7,7 @@ its sequence's, and that none is longer than its slot.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from app.arena import Arena, KVLimits, Size, default_max_rows
 from app.engine import Engine
 from app.memory import MemoryBudget
-from app.sequence import FinishReason, Resize, SamplingParams, Sequence, Status, StepPlan
+from app.sequence import FinishReason, Move, Resize, SamplingParams, Sequence, Status, StepPlan
 
 from .engines import StubModel, TokenCache, answers, greedy, run, stub_answer, stub_engine
 
@@ -196,6 +197,15 @@ def test_preempted_sequence_that_is_ended_while_it_waits_is_told_once() -> None:
     assert [(a.token_id, a.finish_reason) for a in advances] == [(None, FinishReason.ABORT)]
 
 
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_answer_that_outgrows_what_was_expected_of_it_gets_a_longer_slot(is_lazy: bool) -> None:
+    limits = KVLimits(2, 1024, 64, bytes_per_token=10, bytes_per_row=0, is_lazy=is_lazy)
+    engine, _ = elastic_engine(limits.num_bytes(2, 512), limits)
+    sequences = [greedy(str(i), [i] * 5, 600) for i in range(2)]
+    assert answers(engine, sequences) == [stub_answer([i] * 5, 600) for i in range(2)]
+    assert engine._scheduler.arena.size.max_len == 1024
+
+
 def test_limit_and_its_reason_follow_the_memory() -> None:
     engine, _ = elastic_engine(10**6)
     engine.submit(greedy("a", [1] * 20, 40))
@@ -274,6 +284,31 @@ def test_what_rows_have_written_is_held_until_the_cache_is_made_anew() -> None:
     assert scheduler.num_written == 24 + 9
     engine.rest()
     assert scheduler.num_written == 0
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), MemoryError()], ids=repr)
+def test_moves_that_fail_in_front_of_a_resize_leave_no_slot_that_is_not_there(
+    error: Exception,
+) -> None:
+    engine, _ = elastic_engine(10**6)
+    apply = engine._cache.apply
+
+    def fail(moves: Iterable[Move]) -> None:
+        engine._cache.apply = apply  # type: ignore[method-assign]
+        raise error
+
+    first, second, third = greedy("1", [1] * 5, 3), greedy("2", [2] * 5, 9), greedy("3", [3], 40)
+    engine.submit(first)
+    engine.submit(second)
+    while not first.is_finished:
+        engine.step()
+    engine._cache.apply = fail  # type: ignore[method-assign]
+    engine.submit(third)  # in the step in which the second takes the first one's row
+    run(engine)
+    found = FinishReason.LENGTH if isinstance(error, MemoryError) else FinishReason.ERROR
+    assert [second.finish_reason, third.finish_reason] == [found] * 2
+    sequences = [greedy(str(i), [i] * 5, 40) for i in range(2)]
+    assert answers(engine, sequences) == [stub_answer([i] * 5, 40) for i in range(2)]
 
 
 def test_idle_engine_gives_memory_back_once_when_it_is_due() -> None:

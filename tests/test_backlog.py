@@ -15,6 +15,7 @@ from app.arena import Arena, KVLimits
 from app.backlog import Backlog, Place, _Running
 from app.errors import Overloaded
 from app.pace import Pace
+from app.scheduler import Scheduler
 from app.sequence import FinishReason, SamplingParams, Sequence, StepPlan
 from app.work import Work
 
@@ -500,6 +501,41 @@ def test_estimate_counts_the_steps_of_chunks_as_small_as_they_are() -> None:
     estimate = simulation.backlog.next_place("").seconds
     true = simulation.wait_of(asked())
     assert 0.75 * true < estimate < 1.25 * true
+
+
+def test_prompts_of_which_the_cache_has_most_are_no_reason_to_expect_ever_more_steps() -> None:
+    """Each is read in one step, as was expected of it."""
+    simulation = Simulation()
+    scheduler = Scheduler(4, 4096, CHUNK, frozenset(), min_shared=4)
+    simulation.engine._scheduler = scheduler
+    for number in range(300):
+        sequence = asked(3, 2)
+        sequence.prompt_ids = [1, 2, 3, 4, 5, number, 7]
+        simulation.submit(sequence)
+        simulation.run(sequence)
+    assert sequence.num_reused == 5
+    assert simulation.backlog.pace.steps_per_chunk == pytest.approx(1)
+
+
+def test_preempted_sequence_waits_about_as_long_as_its_place_tells() -> None:
+    simulation = Simulation(num_rows=4)
+    limits = KVLimits(4, 4096, 16, bytes_per_token=1, bytes_per_row=0)
+    scheduler = simulation.engine._scheduler
+    scheduler.arena = Arena(limits, 4096)
+    simulation.engine._cache.rows = [[]]  # type: ignore[attr-defined]
+    running = [asked(3, 40) for _ in range(4)]
+    simulation.submit(*running)
+    while not all(each.output_ids for each in running):
+        simulation.engine.step()
+    scheduler.arena.budget = 16  # a row
+    simulation.engine.step()
+    place = simulation.backlog.place(running[-1], simulation.open)
+    assert place is not None
+    assert place.position == 3
+    came_at = simulation.now
+    simulation.run(*running[:3])
+    true = simulation.now - came_at
+    assert 0.75 * true < place.seconds < 1.25 * true
 
 
 def test_preempted_sequences_count_once_and_are_expected_to_run_on() -> None:

@@ -279,3 +279,13 @@ def test_self_test_gives_a_first_guess() -> None:
     assert budget.take(0, 500, 1) == 192
     engine.self_test()
     assert budget.take(0, 500, 1) < 192
+
+
+def test_clock_that_stands_still_divides_nothing_by_zero() -> None:
+    budget = PrefillBudget(MAX_CHUNK, STALL)
+    rows = [decoding(9)]
+    prompt = Sequence("long", [7] * 4000, SamplingParams(max_tokens=1))
+    for start in range(0, 1600, MAX_CHUNK):
+        chunk = PrefillChunk(prompt, 1, start, [7] * MAX_CHUNK)
+        budget.stepped(StepPlan([], chunk, rows), 0.0, 0.0)
+        assert 0 <= budget.take(start + MAX_CHUNK, 2000, 1) <= MAX_CHUNK

@@ -181,6 +181,43 @@ def test_failed_step_leaves_nothing_that_could_be_trusted() -> None:
     assert ask(engine, HISTORY).num_reused == 0
 
 
+def test_prompt_that_pauses_in_a_step_that_fails_is_read_anew() -> None:
+    engine, model = stub_engine()
+    running, paused = greedy("a", [3] * 5, 20), greedy("b", HISTORY, 5)
+    engine.submit(running)
+    engine.step()
+    engine.submit(paused)
+    engine.step()
+    assert 0 < paused.num_cached < len(HISTORY)
+    budget = engine._scheduler.prefill_budget
+    take, budget.take = budget.take, lambda *_: 0  # type: ignore[method-assign]
+
+    def change(plan: object, logits: object) -> None:
+        engine._cache.rows = [[] for _ in range(4)]  # type: ignore[attr-defined]
+        raise RuntimeError
+
+    model.change = change
+    engine.step()
+    model.change, budget.take = (lambda plan, logits: None), take  # type: ignore[method-assign]
+    run(engine)
+    assert running.finish_reason is FinishReason.ERROR
+    assert paused.output_ids == stub_answer(HISTORY, 5)
+
+
+def test_memory_that_moved_rows_have_taken_counts_after_a_failed_step() -> None:
+    """Or the budget, which is what is free and what the cache holds, would be less from then on."""
+    engine, model = stub_engine()
+    ask(engine, HISTORY)
+    before = engine._scheduler.num_written
+
+    def change(plan: object, logits: object) -> None:
+        raise RuntimeError
+
+    model.change = change
+    answers(engine, [greedy("b", [5] * 8)])  # what is kept goes to another slot, and stays in this
+    assert engine._scheduler.num_written == 2 * before > 2 * len(HISTORY)
+
+
 def test_request_whose_logits_are_not_finite_leaves_nothing() -> None:
     engine, model = stub_engine()
 
