@@ -45,6 +45,14 @@ Bring = Callable[..., Path]
 Named = Callable[[str], Path]
 
 
+@pytest.fixture(autouse=True)
+def torch_has_one_thread() -> Iterator[None]:
+    """Again, behind a test that has loaded a model with more: a process that is forked from one
+    whose torch has used several waits for ever for those that it has not got."""
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Exports an HF folder (or 'default') at a precision, as the command line does."""

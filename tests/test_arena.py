@@ -132,6 +132,12 @@ def test_lazy_cache_does_not_follow_a_budget_that_comes_down_a_little() -> None:
         assert cache.resize(8, 10, 10) is None
 
 
+def test_lazy_cache_that_found_no_memory_is_lazy_no_more() -> None:
+    cache = arena(10**6, replace(LIMITS, is_lazy=True))
+    cache.lose()
+    assert cache.resize(2, 3, 3) == Size(2, 4)
+
+
 def test_growing_rows_preempt_the_youngest_which_loses_no_token() -> None:
     budget = LIMITS.num_bytes(4, 16)
     engine, model = elastic_engine(max(budget, ONE_ROW))
@@ -157,6 +163,14 @@ def test_nobody_overtakes_one_that_does_not_fit_yet() -> None:
     long, next_ = greedy("long", [1] * 20, 10), greedy("next", [2] * 40, 5)
     answers(engine, [long, next_, greedy("s", [3])])
     assert starts(model) == ["long", "next", "s"]
+
+
+def test_newcomer_that_would_have_to_give_way_after_a_token_waits() -> None:
+    limits = KVLimits(4, 64, 16, bytes_per_token=1, bytes_per_row=0)
+    engine, _ = elastic_engine(limits.num_bytes(2, 32), limits)
+    sequences = [greedy("first", [1] * 4, 20), greedy("next", [2] * 31, 5)]
+    answers(engine, sequences)
+    assert [s.num_preemptions for s in sequences] == [0, 0]
 
 
 def test_owner_pays_for_a_prompt_once() -> None:
@@ -218,6 +232,7 @@ def test_cache_that_finds_no_memory_to_grow_costs_time_and_rows_but_no_token() -
     assert answers(engine, sequences) == [stub_answer([i] * 5, 40) for i in range(6)]
     assert max(plan.num_rows for plan in model.plans) < 4
     assert [s.num_preemptions for s in sequences] == [1, 1, 1, 0, 0, 0]
+    assert starts(model) == ["0", "1", "0", "1", "2", "3", "4", "5"]
 
 
 def test_one_row_that_finds_no_memory_fails_alone() -> None:
@@ -243,6 +258,22 @@ def test_other_failures_of_a_resize_end_what_ran_and_nothing_else() -> None:
     run(engine)
     assert [s.finish_reason for s in sequences[:2]] == [FinishReason.ERROR] * 2
     assert sequences[2].output_ids == stub_answer([2] * 5, 30)
+
+
+def test_what_rows_have_written_is_held_until_the_cache_is_made_anew() -> None:
+    engine, _ = stub_engine(min_shared=None)
+    scheduler = engine._scheduler
+    answers(engine, [greedy("long", [1] * 20, 5)])
+    assert scheduler.num_written == 24  # the last token of an answer is never cached
+    engine.submit(greedy("short", [2] * 3, 2))
+    engine.step()
+    assert scheduler.num_written == 24
+    run(engine)
+    assert scheduler.num_written == 24
+    answers(engine, [greedy("first", [3] * 6, 12), greedy("beside", [4] * 8, 2)])
+    assert scheduler.num_written == 24 + 9
+    engine.rest()
+    assert scheduler.num_written == 0
 
 
 def test_idle_engine_gives_memory_back_once_when_it_is_due() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ from app.kv_cache import KVCache, KVShape
 from app.sequence import Resize, SamplingParams, Sequence
 
 from .conftest import Bring, TinyModel
-from .engines import answers, greedy, real_engine, run
+from .engines import answers, greedy, loaded_service, real_engine, run
 from .folders import make_portable
 from .tiny import CONTEXT
 
@@ -150,3 +151,17 @@ def test_cache_of_a_busy_engine_grows_and_of_an_idle_one_returns(tiny_llama: Tin
     assert answers(engine, [greedy("a", [7] * 20, 9)]) == answers(
         real_engine(tiny_llama.folder), [greedy("a", [7] * 20, 9)]
     )
+
+
+def test_settings_and_the_free_memory_reach_the_engine(
+    tiny_llama: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.model.memory_reader", lambda: lambda: 10**9)
+    arguments = ["--kv-memory-share", "0.25", "--kv-idle-seconds", "1000"]
+    engine: Any = loaded_service(tiny_llama.folder, *arguments).bridge._engine
+    arena = engine._scheduler.arena
+    assert arena.budget == 0.25 * 10**9
+    arena.budget = engine._look_at = 0
+    answers(engine, [greedy("one", [7] * 5, 3)])
+    assert arena.budget == 0.25 * 10**9  # it has looked again
+    assert 900 < engine.seconds_to_rest <= 1000

@@ -155,7 +155,9 @@ def test_info_says_whether_it_is_on(
 ) -> None:
     service = loaded_service(tiny_llama.folder, *arguments)
     assert service.current.loaded is not None
-    assert service.current.loaded.info["deterministic"] is expected
+    info = service.current.loaded.info
+    assert info["deterministic"] is expected
+    assert info["prefill_stall"] == (0 if expected else 1.0)  # chunks by the clock would differ
 
 
 @pytest.mark.slow

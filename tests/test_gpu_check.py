@@ -122,7 +122,7 @@ def test_section_that_fails_says_so(end: str) -> None:
             os._exit(3)
         raise ValueError("no such thing")
 
-    found = gpu_check.run_limited(fail, NOTHING, 10)
+    found = gpu_check.run_limited(fail, NOTHING, 60)
     assert not found["ok"]
     assert found["error"] in ("ValueError: no such thing", "the process died")
 

@@ -125,3 +125,10 @@ def test_move_that_goes_both_ways_exchanges_the_filled_parts(
         assert torch.equal(layer[1, :, :num_tokens], old[3, :, :num_tokens])
         assert torch.equal(layer[3, :, :num_back], old[1, :, :num_back])
         assert torch.equal(layer[::2], old[::2])
+
+
+def test_cache_holds_what_is_written_or_where_memory_is_taken_at_once_all_of_it() -> None:
+    shape = KVShape(2, 3, 2, torch.float16)
+    lazy, eager = (KVCache(shape, 4, 6, torch.device(name)) for name in ("cpu", "meta"))
+    assert lazy.bytes_held(5) == 5 * shape.bytes_per_token
+    assert eager.bytes_held(5) == 4 * 6 * shape.bytes_per_token

@@ -219,6 +219,19 @@ def test_busy_ratio_forgets_what_was_longer_ago_than_its_window(
     assert value(registry, "engine_busy_ratio") == 0.0
 
 
+def test_busy_ratio_is_of_ten_whole_seconds_and_the_present_one(
+    registry: CollectorRegistry, timed: Metrics, clock: Clock
+) -> None:
+    engine = timed.of_engine()
+    engine.timed(model_seconds=0.0, step_seconds=1.0, work_seconds=1.0)
+    for _ in range(10):
+        clock.now += 1
+        engine.timed(model_seconds=1.0, step_seconds=1.0, work_seconds=1.0)
+    assert value(registry, "engine_busy_ratio") == pytest.approx(10 / 11)
+    clock.now += 1
+    assert value(registry, "engine_busy_ratio") == 1.0
+
+
 def test_busy_ratio_of_two_engines_is_that_of_their_times_together(
     registry: CollectorRegistry, timed: Metrics
 ) -> None:

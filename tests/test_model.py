@@ -185,11 +185,8 @@ def test_int8_keeps_close_to_fp32(tiny: TinyModel, built: Build) -> None:
 
 
 def test_threads_are_those_of_torch_too(tiny_llama: TinyModel) -> None:
-    try:
-        OnnxModel.load(tiny_llama.folder, "cpu", num_threads=2)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
+    OnnxModel.load(tiny_llama.folder, "cpu", num_threads=2)
+    assert torch.get_num_threads() == 2
 
 
 def test_missing_data_file_is_named(tiny_llama: TinyModel, tmp_path: Path) -> None:

@@ -229,6 +229,19 @@ def test_kept_rows_make_room_before_a_request_waits_or_is_preempted() -> None:
     assert max(plan.num_rows for plan in model.plans) == 2
 
 
+def test_cache_stays_as_long_as_what_it_keeps_while_there_is_room() -> None:
+    """However many short requests come meanwhile."""
+    engine, model = stub_engine(8, 64, arena=Arena(LIMITS, 10**6), min_shared=20)
+    answers(engine, [greedy("", [i] * 4) for i in range(3)])  # so that there are several slots
+    long = ask(engine, list(range(10, 50)))
+    before = engine.num_steps
+    for _ in range(40):
+        ask(engine, [3] * 4, 8)
+    assert engine.num_steps > before + 250
+    again = ask(engine, [*long.prompt_ids, *long.output_ids, 7])
+    assert again.num_reused == len(long.prompt_ids) + 4
+
+
 def test_budget_that_falls_keeps_what_was_used_last() -> None:
     arena = Arena(replace(LIMITS, is_lazy=True), 10**6)
     engine, model = stub_engine(8, 64, arena=arena)
