@@ -202,8 +202,11 @@ class Engine:
             logits = self._forward(plan)
         finally:
             self._model_seconds = self._clock() - asked_at
-        choose = self._sampler or sample
-        sampled = choose(logits, plan.sampled, self._masks.collect())
+        choose, masks = self._sampler or sample, self._masks.collect()
+        asked_at = self._clock()
+        sampled = choose(logits, plan.sampled, masks)
+        if not isinstance(logits, np.ndarray):  # a run on a GPU is only queued: this waits for it
+            self._model_seconds += self._clock() - asked_at
         if num_spoiled := int(np.count_nonzero(~sampled.is_finite)):
             log.error("logits are not finite in %d of %d rows", num_spoiled, len(plan.sampled))
             self._tell(self._observer.spoiled, num_spoiled)

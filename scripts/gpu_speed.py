@@ -46,7 +46,10 @@ def load_engine(options: Options, folder: Path, *arguments: str) -> tuple[Engine
     """As the server does it."""
     length = "64" if options.quick else "512"
     arguments = ("--model", str(folder), "--device", options.device, *arguments)
-    settings = read_settings([*arguments, "--max-model-len", length, "--threads", "2"])
+    # A prompt is read in one step, however long the rows' steps are: else the first rows would have
+    # ended before the last ones begin.
+    arguments += ("--max-model-len", length, "--threads", "2", "--prefill-stall", "0")
+    settings = read_settings([*arguments])
     return load(read_graph(folder), settings, Unobserved(), lambda stage: None)
 
 
@@ -151,6 +154,7 @@ def memory(options: Options) -> Report:
         engine.step()
         peak = max(peak, used_bytes(options) - at_start)
     drain(engine, made)
+    engine.rest()  # as the bridge does it, KV_IDLE_SECONDS later
     time.sleep(0 if options.quick else runner._REST_SECONDS + 1)
     engine.self_test()
     after = used_bytes(options) - at_start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +12,18 @@ import torch
 from numpy.typing import NDArray
 
 from app.device_sampler import DeviceModel, sample
+from app.engine import Engine
 from app.loading import _sampled
 from app.model import OnnxModel
-from app.sampler import NO_MASKS
+from app.sampler import NO_MASKS, Sampled
 from app.sampler import sample as sample_on_host
-from app.sequence import SamplingParams, Sequence
+from app.scheduler import Scheduler
+from app.sequence import SamplingParams, Sequence, StepPlan
 
 from .conftest import TinyModel
-from .engines import answers, real_engine
+from .engines import StubModel, TokenCache, answers, greedy, real_engine, stub_answer
 from .logits import ids_of_length
+from .test_engine import TimesTold
 
 VOCAB = 1000
 PLAIN = SamplingParams(max_tokens=100)
@@ -177,6 +181,29 @@ def test_engine_that_samples_on_the_device_gives_the_same_answers(tiny_llama: Ti
     assert isinstance(engine._model, OnnxModel)
     engine._model, engine._sampler = DeviceModel(engine._model), sample
     assert answers(engine, requests()) == expected
+
+
+class QueueingModel(StubModel):
+    """Its logits are there when somebody reads them, as a GPU's."""
+
+    now = 100.0
+
+    def forward(self, plan: StepPlan, cache: TokenCache) -> Any:
+        self.now += 0.25
+        return torch.from_numpy(super().forward(plan, cache))
+
+    def wait_and_sample(self, logits: torch.Tensor, *given: Any) -> Sampled:
+        self.now += 0.5
+        return sample(logits, *given)
+
+
+def test_wait_for_a_queued_run_is_time_inside_the_model() -> None:
+    model, told = QueueingModel(), TimesTold()
+    scheduler, cache = Scheduler(4, 64, 8, frozenset()), TokenCache(4)
+    clock, chosen = (lambda: model.now), model.wait_and_sample
+    engine = Engine(model, cache, scheduler, told, clock, sampler=chosen)  # type: ignore[arg-type]
+    assert answers(engine, [greedy("one", [1], 2)]) == [stub_answer([1], 2)]
+    assert told.times == [(0.75, 0.75, 0.75)] * 2
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cpu", OnnxModel), ("cuda", DeviceModel)])

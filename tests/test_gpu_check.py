@@ -38,24 +38,24 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
-def test_every_section_runs_on_the_cpu(tiny_llama: TinyModel, built: Build, tmp_path: Path) -> None:
+def test_sections_run_on_the_cpu(tiny_llama: TinyModel, built: Build, tmp_path: Path) -> None:
     folders = {"fp32": tiny_llama.folder, "int8": built(tiny_llama.source, "int8")}
     models = [f"--model={name}={folder}" for name, folder in folders.items()]
     file = tmp_path / "report.json"
-    done = run("--device", "cpu", "--quick", *models, "--json", str(file))
+    # The server under load takes most of the time, and has tests of its own (test_bench.py).
+    names = gpu_check.LIMITS.keys() - {"build", "serving"}
+    only = ["--only", ",".join(sorted(names))]
+    done = run("--device", "cpu", "--quick", *models, *only, "--json", str(file))
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(file.read_text())
     assert json.loads(done.stdout) == report
     found = report["sections"]
-    assert found.keys() == gpu_check.LIMITS.keys() - {"build"}
+    assert found.keys() == names
     assert found["correctness"]["logits"]["int8"]["worst_share_of_spread"] == 0  # it is the same
     assert found["in_place"]["one_column_written"] == {"fp32": True, "int8": True}
     assert found["copies"]["folders"]["fp32"]["nodes"]["CPUExecutionProvider"] > 0
     assert {row["rows"] for row in found["throughput"]["results"]} == {1, 2}
     assert all(row["tokens_per_second"] > 0 for row in found["throughput"]["results"])
-    assert found["serving"]["load"]["results"][0]["failed"] == 0
-    assert found["serving"]["metrics"]["batch_limit"] > 0
     assert found["memory"]["rows"] == 2
 
 
