@@ -21,7 +21,7 @@ from app.served import Served
 from app.service import Service
 from app.text import TextCodec
 
-from .engines import TokenCache, loaded_model
+from .engines import TokenCache, loaded_model, write
 from .live import LiveServer
 from .services import SETTINGS, running
 from .tiny_chats import chat
@@ -46,6 +46,7 @@ class ToldModel:
 
     def forward(self, plan: StepPlan, cache: TokenCache) -> NDArray[np.float32]:
         self.change(plan)
+        write(plan, cache)
         logits = np.zeros((len(plan.sampled), self._dice.shape[1]), np.float32)
         for row, sequence in enumerate(plan.sampled):
             at = len(sequence.output_ids)

@@ -63,28 +63,34 @@ class StubModel:
 
     def forward(self, plan: StepPlan, cache: TokenCache) -> NDArray[np.float32]:
         self.plans.append(plan)
-        contents: list[list[int]] = []
-        for row, sequence in enumerate(plan.decode):
-            self._write(cache, row, sequence, sequence.num_cached, [sequence.last_token])
-            contents.append(cache.rows[row])
-        if plan.prefill is not None:
-            chunk = plan.prefill
-            assert chunk.row == len(plan.decode), "a prefill lies right behind the decoding rows"
-            self._write(cache, chunk.row, chunk.sequence, chunk.start, chunk.token_ids)
-            if chunk.is_last:
-                contents.append(cache.rows[chunk.row])
+        contents = write(plan, cache)
         logits = np.zeros((len(contents), STUB_VOCAB), np.float32)
         for row, ids in enumerate(contents):
             logits[row, stub_next(ids)] = 1.0
         self.change(plan, logits)
         return logits
 
-    @staticmethod
-    def _write(cache: TokenCache, row: int, owner: Sequence, start: int, ids: list[int]) -> None:
-        cache.rows[row] = [*cache.rows[row][:start], *ids]
-        assert len(cache.rows[row]) <= cache.max_len, "a row is longer than its slot"
-        expected = [*owner.prompt_ids, *owner.output_ids][: start + len(ids)]
-        assert cache.rows[row] == expected, f"row {row} does not hold {owner.request_id}"
+
+def write(plan: StepPlan, cache: TokenCache) -> list[list[int]]:
+    """The plan's tokens into its rows; of each row that is sampled all that it holds."""
+    contents: list[list[int]] = []
+    for row, sequence in enumerate(plan.decode):
+        _write(cache, row, sequence, sequence.num_cached, [sequence.last_token])
+        contents.append(cache.rows[row])
+    if plan.prefill is not None:
+        chunk = plan.prefill
+        assert chunk.row == len(plan.decode), "a prefill lies right behind the decoding rows"
+        _write(cache, chunk.row, chunk.sequence, chunk.start, chunk.token_ids)
+        if chunk.is_last:
+            contents.append(cache.rows[chunk.row])
+    return contents
+
+
+def _write(cache: TokenCache, row: int, owner: Sequence, start: int, ids: list[int]) -> None:
+    cache.rows[row] = [*cache.rows[row][:start], *ids]
+    assert len(cache.rows[row]) <= cache.max_len, "a row is longer than its slot"
+    expected = [*owner.prompt_ids, *owner.output_ids][: start + len(ids)]
+    assert cache.rows[row] == expected, f"row {row} does not hold {owner.request_id}"
 
 
 class NoiseModel:
@@ -94,6 +100,7 @@ class NoiseModel:
         self._vocab_size = vocab_size
 
     def forward(self, plan: StepPlan, cache: TokenCache) -> NDArray[np.float32]:
+        write(plan, cache)
         size = self._vocab_size
         rows = [
             np.random.default_rng([s.prompt_ids[0], len(s.output_ids)]).normal(size=size)
@@ -110,6 +117,7 @@ class ScriptedModel:
         self._vocab = max(script) + 1
 
     def forward(self, plan: StepPlan, cache: TokenCache) -> NDArray[np.float32]:
+        write(plan, cache)
         logits = np.zeros((len(plan.sampled), self._vocab), np.float32)
         for row, sequence in enumerate(plan.sampled):
             logits[row, self._script[len(sequence.output_ids) % len(self._script)]] = 1.0
