@@ -32,8 +32,9 @@ def server(tiny_phi3: TinyModel) -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
-def client(server: LiveServer) -> OpenAI:
-    return client_of(server)
+def client(server: LiveServer) -> Iterator[OpenAI]:
+    with client_of(server) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")

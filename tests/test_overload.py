@@ -182,6 +182,7 @@ def test_openai_client_raises_its_rate_limit_error_and_comes_back_when_it_was_to
         gate.is_open = True
         assert job.get().choices[0].finish_reason == "length"
         assert time.monotonic() - started_at >= seconds
+        client.close()
 
 
 # --- in the queue ---------------------------------------------------------------------------------
