@@ -129,7 +129,8 @@ def still_clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def events(body: bytes) -> list[dict[str, Any]]:
-    return [json.loads(line[6:]) for line in body.splitlines() if line]
+    lines = body.splitlines()
+    return [json.loads(line[6:]) for line in lines if line and not line.startswith(b":")]
 
 
 def read_slowly(
