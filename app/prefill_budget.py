@@ -75,7 +75,6 @@ class PrefillBudget:
     def stepped(self, plan: StepPlan, seconds: float, prefill_seconds: float | None) -> None:
         """A step took `seconds`, of them its chunk `prefill_seconds`; None: nobody has measured."""
         chunk = plan.prefill
-        plain = statistics.median(self._decodes) if self._decodes else seconds
         if plan.decode:
             earned = self._num_long + self._shares / _STEPS_PER_LONG
             self._num_long = min(_MOST_LONG, earned)
@@ -87,7 +86,9 @@ class PrefillBudget:
             if plan.decode:
                 self._decodes.append(seconds - prefill_seconds)
         else:
-            prefill_seconds = max(seconds - (plain if plan.decode else 0.0), seconds / 10)
+            is_known = plan.decode and self._decodes
+            plain = statistics.median(self._decodes) if is_known else 0.0
+            prefill_seconds = max(seconds - plain, seconds / 10)
         self._learn(chunk.start, len(chunk.token_ids), prefill_seconds)
         self._num_long -= self._is_long and bool(plan.decode)
         self._is_long = False
@@ -115,9 +116,10 @@ class PrefillBudget:
         times, zone = self._per_token, start // _ZONE
         large = max((key for key in times if key[0] and key[1] <= zone), default=None)
         small = max((key for key in times if not key[0] and key[1] <= zone), default=None)
-        if large is None and small is None:
+        known = small if large is None else large
+        if known is None:
             return statistics.median(self._decodes) / _TOKENS_PER_DECODE
-        if large is None or small is None:
-            return times[large or small or (False, 0)]
+        if is_large or small is None:
+            return times[known]
         # A small chunk's is never less.
-        return times[large] if is_large else max(times[small], times[large])
+        return max(times[small], times[known])
