@@ -137,6 +137,7 @@ OWN: dict[str, set[str]] = {
     "cors": set(),
     "openapi": {"config", "http", "limits", "responses", "routes"},
     "docs_page": {"http", "openapi"},
+    "chat_page": set(),
     "loading": {
         *{"arena", "chat", "config", "engine", "errors", "grammar", "graph", "kv_cache"},
         *{"device_sampler", "machine", "memory", "model", "prefixes", "probe", "record"},
@@ -170,6 +171,7 @@ OWN: dict[str, set[str]] = {
     "api": {
         *{
             "admin_api",
+            "chat_page",
             "config",
             "cors",
             "docs_page",
@@ -193,7 +195,7 @@ DOORS: dict[str, set[str]] = {
     },
     "flask": {
         *{"admin_api", "api", "cors", "docs_page", "edge", "generate_api", "guard", "http"},
-        *{"openai_api", "ops_api"},
+        *{"chat_page", "openai_api", "ops_api"},
     },
     "gevent": {
         *{"__main__", "answer", "bridge", "connection", "departure", "direct", "drain"},
