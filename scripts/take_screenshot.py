@@ -3,8 +3,8 @@
     python scripts/take_screenshot.py [--model models/default] [--output docs/page.png]
 
 Needs chromium and chromedriver (Debian: chromium, chromium-driver), and selenium. Three more
-conversations run beside the one that is seen, so that the tiles show something. The picture is 1280x800, in light
-colours, and refused beyond 200 kB.
+conversations run beside the one that is seen, so that the tiles show something. The picture is
+1280x800, in light colours, and refused beyond 200 kB.
 """
 
 from __future__ import annotations
