@@ -21,6 +21,7 @@ from .errors import UnservableModel, WrongSetting
 from .folder import find_graph, read_context_length
 from .key_options import KEY_OPTIONS
 from .keys import BadKeys, Key, check_apart, parse_file, read_file
+from .metrics_options import METRICS_OPTIONS
 from .queue_options import QUEUE_OPTIONS
 from .record import read_record
 
@@ -69,6 +70,8 @@ class Settings:
     log_format: str
     max_queued_requests: int
     max_queued_tokens: int
+    saturation_wait_seconds: int
+    metrics_aliases: str
     kv_memory_share: float
     kv_idle_seconds: int
     prefix_cache: bool
@@ -299,7 +302,8 @@ OPTIONS: list[click.Parameter] = [
     _option(
         "--slow-step-ms",
         "slow_step_ms",
-        "Milliseconds beyond which a step counts in `phi_serve_slow_steps_total`.",
+        "Milliseconds beyond which a step counts in `phi_serve_slow_steps_total`, and may have a "
+        "line in the log.",
         type=click.IntRange(1, 86_400_000),
         default=50,
     ),
@@ -350,6 +354,7 @@ OPTIONS: list[click.Parameter] = [
     ),
     *EDGE_OPTIONS,
     *QUEUE_OPTIONS,
+    *METRICS_OPTIONS,
     *CACHE_OPTIONS,
     *DEVICE_OPTIONS,
     *KEY_OPTIONS,

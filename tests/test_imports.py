@@ -21,6 +21,7 @@ OWN: dict[str, set[str]] = {
     "direct": {"errors"},
     "edge_options": set(),
     "queue_options": {"edge_options"},
+    "metrics_options": {"edge_options"},
     "device_options": {"edge_options"},
     "cache_options": {"edge_options"},
     "access": set(),
@@ -50,7 +51,7 @@ OWN: dict[str, set[str]] = {
     "key_options": {"edge_options", "keys"},
     "config": {
         *{"cache_options", "device_options", "edge_options", "errors", "folder", "key_options"},
-        *{"keys", "queue_options", "record"},
+        *{"keys", "metrics_options", "queue_options", "record"},
     },
     "kv_cache": {"sequence"},
     "masks": {"sequence"},
@@ -100,8 +101,17 @@ OWN: dict[str, set[str]] = {
         *{"detokenizer", "errors", "lark", "masks", "schema", "tool_grammar", "tool_schemas"},
     },
     "histogram": set(),
-    "metrics": {"arena", "backlog", "busy", "histogram", "sequence"},
+    "metric_families": {"errors", "histogram", "sequence"},
+    "slow_steps": {"access"},
+    "metrics": {
+        *{"arena", "backlog", "busy", "metric_families", "saturation", "sequence", "slow_steps"},
+    },
+    "metric_aliases": {"metric_families"},
+    "exposition": set(),
+    "gpu_driver": set(),
+    "gpu_metrics": {"gpu_driver", "metric_families"},
     "busy": set(),
+    "saturation": set(),
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"arena", "backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
     "off_hub": {"departure", "errors"},
@@ -150,7 +160,7 @@ OWN: dict[str, set[str]] = {
     },
     "service": {
         *{"access", "bridge", "config", "drain", "engine", "errors", "graph", "guard", "key_ring"},
-        *{"loading", "metrics", "quota", "readiness", "served"},
+        *{"gpu_metrics", "loading", "metric_aliases", "metrics", "quota", "readiness", "served"},
     },
     "switch": {"bridge", "errors", "garbage", "origin", "served", "service"},
     "admin_api": {
@@ -167,7 +177,7 @@ OWN: dict[str, set[str]] = {
         *{"errors", "fields", "http", "limits", "openai_replies", "openai_requests", "service"},
         *{"chat", "schema", "served", "tool_calls", "tool_grammar", "tools"},
     },
-    "ops_api": {"http", "service"},
+    "ops_api": {"exposition", "http", "service"},
     "api": {
         *{
             "admin_api",
@@ -191,7 +201,7 @@ OWN: dict[str, set[str]] = {
 DOORS: dict[str, set[str]] = {
     "click": {
         *{"cache_options", "config", "device_options", "edge_options", "key_options"},
-        "queue_options",
+        *{"metrics_options", "queue_options"},
     },
     "flask": {
         *{"admin_api", "api", "cors", "docs_page", "edge", "generate_api", "guard", "http"},
@@ -211,18 +221,22 @@ DOORS: dict[str, set[str]] = {
     "onnxruntime": {"cuda", "form", "fused", "model", "runner", "session"},
     "optimum": {"session"},
     "orjson": {"connection", "http", "openai_replies", "passage", "protocol", "replies"},
-    "prometheus_client": {"histogram", "metrics", "ops_api", "service"},
+    "prometheus_client": {
+        *{"exposition", "gpu_metrics", "histogram", "metric_aliases", "metric_families"},
+        *{"metrics", "service"},
+    },
     "psutil": {"machine"},
     "pydantic": {
         *{"fields", "generate_requests", "http", "openai_requests", "openapi", "protocol"},
         *{"keys", "record", "responses", "routes"},
     },
     "pydantic_core": {"protocol"},
+    "pynvml": {"gpu_driver"},
     "pythonjsonlogger": {"logs"},
     "tokenizers": {"detokenizer", "grammar", "plain", "text"},
     "torch": {
         *{"cuda", "device_sampler", "form", "fused", "kv_cache", "model", "portable", "precision"},
-        "runner",
+        *{"gpu_driver", "runner"},
     },
     "transformers": {"ends", "text"},
     "werkzeug": {"api"},
