@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 MAX_BYTES = 200_000
 WIDTH, HEIGHT = 1280, 800
 GIVE_UP_SECONDS = 180.0
-QUESTION = "What is the capital of France?"
+QUESTION = "Explain gravity to a child."
 NEXT = "Write a Python function that adds two numbers."
 OTHERS = ("Tell me about the sea.", "Tell me about the moon.", "Tell me about trees.")
 

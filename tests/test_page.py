@@ -233,7 +233,7 @@ def test_conversation_and_parameters_go_along_until_a_new_chat(page: Page) -> No
     page.set("stop", "zz")
     page.ask("One")
     page.wait_answered()
-    assert page.text(".foot").endswith("3 tokens · cut at the most tokens")
+    assert page.text(".foot").endswith("3 tokens · hit the token limit")
     page.ask("Two")
     page.wait_answered(2)
     page.find("#new-chat").click()
@@ -306,7 +306,7 @@ def test_tiles_show_the_servers_numbers(page: Page) -> None:
 
     page.wait(lambda: number("batch_limit") == "4", "the batch limit")
     assert (number("num_requests_running"), number("num_requests_waiting")) == ("0", "0")
-    for name in ("kv_cache_usage_ratio", "engine_busy_ratio"):
+    for name in ("kv_cache_usage_ratio", "saturation_ratio", "engine_busy_ratio"):
         assert re.fullmatch(r"[\d.]+ %", number(name))
     page.wait(lambda: number("rate").isdecimal(), "a second look")
     drawn = page.find(".tile[data-name=batch_limit] .line").get_attribute("d")

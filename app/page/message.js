@@ -3,7 +3,7 @@
 import { show } from "./text.js";
 
 const REASONS = {
-  length: "cut at the most tokens",
+  length: "hit the token limit",
   timeout: "out of time",
   repetition: "went in circles",
 };

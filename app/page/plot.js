@@ -3,10 +3,11 @@
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 30;
 const WIDTH = 100;
+const MIN_SPAN_MS = 30_000; // a first point or two are no plot yet
 const LINE = 1.5; // room for its thickness at top and bottom
 
 export class Plot {
-  /** `spanMs` is what its width shows; a gap longer than `gapMs` breaks the line. */
+  /** Its width shows what there is, up to `spanMs`; a gap longer than `gapMs` breaks the line. */
   constructor(spanMs, gapMs) {
     this.spanMs = spanMs;
     this.gapMs = gapMs;
@@ -26,8 +27,9 @@ export class Plot {
   /** `top` is the value at the upper edge; more than that raises it. */
   draw(now, top) {
     const most = Math.max(top, ...this.points.map(([, value]) => value)) || 1;
+    const span = Math.max(MIN_SPAN_MS, now - (this.points[0]?.[0] ?? now));
     const place = ([at, value]) => {
-      const x = WIDTH * (1 - (now - at) / this.spanMs);
+      const x = WIDTH * (1 - (now - at) / span);
       const y = HEIGHT - LINE - (value / most) * (HEIGHT - 2 * LINE);
       return [x.toFixed(2), y.toFixed(2)];
     };
