@@ -122,7 +122,7 @@ def test_circling_answer_ends_alike_plain_and_streamed_and_is_counted(ask: Any) 
     assert "".join(event["text"] for event in streamed) == plain["text"]
     assert streamed[-1]["finish_reason"] == "repetition"
     assert streamed[-1]["usage"] == plain["usage"]
-    assert plain["counts"] == {"stop": None, "length": None, "repetition": 2}
+    assert plain["counts"] == {"stop": 0, "length": 0, "repetition": 2}
 
 
 def test_circling_answer_runs_on_by_default(ask: Any) -> None:
