@@ -25,7 +25,21 @@ _BRACES = re.compile(r"\{[^{}]*\}|\[[^\[\]]*\]")
 _LABEL_LIST = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\([^()]*\)")
 _IDENTIFIER = re.compile(r"(?<![\w:.$])[a-zA-Z_:][\w:]*(?!\s*\()(?![\w:])")
 _WORDS = frozenset(
-    "and or unless bool offset by without on ignoring group_left group_right inf nan".split()
+    [
+        "and",
+        "or",
+        "unless",
+        "bool",
+        "offset",
+        "by",
+        "without",
+        "on",
+        "ignoring",
+        "group_left",
+        "group_right",
+        "inf",
+        "nan",
+    ]
 )
 
 
