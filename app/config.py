@@ -21,6 +21,7 @@ from .errors import UnservableModel, WrongSetting
 from .folder import find_graph, read_context_length
 from .key_options import KEY_OPTIONS
 from .keys import BadKeys, Key, check_apart, parse_file, read_file
+from .metrics_options import METRICS_OPTIONS
 from .queue_options import QUEUE_OPTIONS
 from .record import read_record
 
@@ -69,6 +70,7 @@ class Settings:
     log_format: str
     max_queued_requests: int
     max_queued_tokens: int
+    saturation_wait_seconds: int
     kv_memory_share: float
     kv_idle_seconds: int
     prefix_cache: bool
@@ -350,6 +352,7 @@ OPTIONS: list[click.Parameter] = [
     ),
     *EDGE_OPTIONS,
     *QUEUE_OPTIONS,
+    *METRICS_OPTIONS,
     *CACHE_OPTIONS,
     *DEVICE_OPTIONS,
     *KEY_OPTIONS,

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from gevent.event import Event
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from .access import Line
 from .bridge import Bridge, State
@@ -41,7 +41,12 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.registry = CollectorRegistry()
-        self.metrics = Metrics(self.registry, settings.slow_step_ms / 1000)
+        ProcessCollector(registry=self.registry)
+        self.metrics = Metrics(
+            self.registry,
+            slow_step_seconds=settings.slow_step_ms / 1000,
+            wait_target_seconds=settings.saturation_wait_seconds,
+        )
         self.ended = Event()  # the current engine has
         self.current = self.prepare(settings)
         self.readiness = Readiness(self.check_ready)

@@ -21,6 +21,7 @@ OWN: dict[str, set[str]] = {
     "direct": {"errors"},
     "edge_options": set(),
     "queue_options": {"edge_options"},
+    "metrics_options": {"edge_options"},
     "device_options": {"edge_options"},
     "cache_options": {"edge_options"},
     "access": set(),
@@ -50,7 +51,7 @@ OWN: dict[str, set[str]] = {
     "key_options": {"edge_options", "keys"},
     "config": {
         *{"cache_options", "device_options", "edge_options", "errors", "folder", "key_options"},
-        *{"keys", "queue_options", "record"},
+        *{"keys", "metrics_options", "queue_options", "record"},
     },
     "kv_cache": {"sequence"},
     "masks": {"sequence"},
@@ -100,8 +101,10 @@ OWN: dict[str, set[str]] = {
         *{"detokenizer", "errors", "lark", "masks", "schema", "tool_grammar", "tool_schemas"},
     },
     "histogram": set(),
-    "metrics": {"arena", "backlog", "busy", "histogram", "sequence"},
+    "metric_families": {"errors", "histogram", "sequence"},
+    "metrics": {"arena", "backlog", "busy", "metric_families", "saturation", "sequence"},
     "busy": set(),
+    "saturation": set(),
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"arena", "backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
     "off_hub": {"departure", "errors"},
@@ -189,7 +192,7 @@ OWN: dict[str, set[str]] = {
 DOORS: dict[str, set[str]] = {
     "click": {
         *{"cache_options", "config", "device_options", "edge_options", "key_options"},
-        "queue_options",
+        *{"metrics_options", "queue_options"},
     },
     "flask": {
         *{"admin_api", "api", "cors", "docs_page", "edge", "generate_api", "guard", "http"},
@@ -209,7 +212,7 @@ DOORS: dict[str, set[str]] = {
     "onnxruntime": {"cuda", "form", "fused", "model", "runner", "session"},
     "optimum": {"session"},
     "orjson": {"connection", "http", "openai_replies", "passage", "protocol", "replies"},
-    "prometheus_client": {"histogram", "metrics", "ops_api", "service"},
+    "prometheus_client": {"histogram", "metric_families", "metrics", "ops_api", "service"},
     "psutil": {"machine"},
     "pydantic": {
         *{"fields", "generate_requests", "http", "openai_requests", "openapi", "protocol"},

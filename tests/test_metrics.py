@@ -131,6 +131,26 @@ def test_rejection_is_counted_under_the_errors_code(
     assert value(registry, "requests_rejected_total", reason=reason) == 2
 
 
+def test_code_that_no_error_has_counts_as_another(
+    registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    """A label that anybody could make longer would not be bounded."""
+    metrics.rejected("made-up")
+    assert value(registry, "requests_rejected_total", reason="made-up") is None
+    assert value(registry, "requests_rejected_total", reason="other") == 1
+
+
+def test_labels_are_there_before_anything_has_happened(
+    registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    """So that a rate has the first one."""
+    for reason in ("not_found", "overloaded", "model_failure", "method_not_allowed", "other"):
+        assert value(registry, "requests_rejected_total", reason=reason) == 0
+    assert value(registry, "requests_rejected_total", reason="client_left") is None
+    for finish_reason in FinishReason:
+        assert value(registry, "request_success_total", finish_reason=finish_reason) == 0
+
+
 @pytest.mark.parametrize(
     ("num_decode", "num_prefill", "size"), [(3, None, 3), (3, 5, 4), (0, 5, 1)]
 )
@@ -245,6 +265,13 @@ def test_steps_beyond_the_threshold_are_slow(registry: CollectorRegistry, timed:
     for seconds in (0.01, 0.05, 0.0501, 3.0):
         engine.timed(seconds, seconds, seconds)
     assert value(registry, "slow_steps_total") == 2
+
+
+def test_every_step_is_in_the_histogram(registry: CollectorRegistry, timed: Metrics) -> None:
+    engine = timed.of_engine()
+    for seconds in (0.25, 0.5):
+        engine.timed(model_seconds=0.125, step_seconds=seconds, work_seconds=1.0)
+    assert count_and_sum(registry, "step_duration_seconds") == (2, 0.75)
 
 
 def test_rows_without_finite_logits_add_up(registry: CollectorRegistry, metrics: Metrics) -> None:
