@@ -71,6 +71,7 @@ class Settings:
     max_queued_requests: int
     max_queued_tokens: int
     saturation_wait_seconds: int
+    metrics_aliases: str
     kv_memory_share: float
     kv_idle_seconds: int
     prefix_cache: bool
@@ -301,7 +302,8 @@ OPTIONS: list[click.Parameter] = [
     _option(
         "--slow-step-ms",
         "slow_step_ms",
-        "Milliseconds beyond which a step counts in `phi_serve_slow_steps_total`.",
+        "Milliseconds beyond which a step counts in `phi_serve_slow_steps_total`, and may have a "
+        "line in the log.",
         type=click.IntRange(1, 86_400_000),
         default=50,
     ),

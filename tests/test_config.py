@@ -56,6 +56,8 @@ DEFAULTS: dict[str, Any] = {
     "log_format": "json",
     "max_queued_requests": 1024,
     "max_queued_tokens": 524_288,
+    "saturation_wait_seconds": 5,
+    "metrics_aliases": "none",
     "max_gpu_memory_bytes": 0,
     "kv_memory_share": 0.8,
     "kv_idle_seconds": 60,
@@ -82,6 +84,7 @@ BOUNDS = {
     "tcp_user_timeout_ms": (1_000, 86_400_000),
     "max_queued_requests": (1, 1_000_000),
     "max_queued_tokens": (1, 1 << 30),
+    "saturation_wait_seconds": (1, 86_400),
     "kv_idle_seconds": (0, 86_400),
 }
 # variable -> two right values, as written and as read; neither is the default
@@ -108,6 +111,7 @@ RIGHT: dict[str, tuple[tuple[str, Any], tuple[str, Any]]] = {
     "SERVED_MODEL_NAME": (("a", ("a",)), (" a/b , gpt-4o", ("a/b", "gpt-4o"))),
     "LOG_LEVEL": (("debug", "debug"), ("error", "error")),
     "LOG_FORMAT": (("text", "text"), ("text", "text")),
+    "METRICS_ALIASES": (("vllm", "vllm"), ("vllm", "vllm")),
     "KV_MEMORY_SHARE": (("0.05", 0.05), ("0.95", 0.95)),
     "PREFIX_CACHE": (("false", False), ("0", False)),
     "OPS_PORT": (("9090", 9090), ("65535", 65535)),
@@ -143,6 +147,7 @@ WRONG: dict[str, list[str]] = {
     "SERVED_MODEL_NAME": [",", "a,", "a,,b", " "],
     "LOG_LEVEL": ["loud", "10"],
     "LOG_FORMAT": ["xml"],
+    "METRICS_ALIASES": ["triton", "vllm,none"],
     "PREFIX_CACHE": ["maybe", "2"],
     "KV_MEMORY_SHARE": ["80 %", "0.04", "0.96", "nan", "inf"],
     "OPS_PORT": ["nope", "-1", "65536"],

@@ -102,7 +102,14 @@ OWN: dict[str, set[str]] = {
     },
     "histogram": set(),
     "metric_families": {"errors", "histogram", "sequence"},
-    "metrics": {"arena", "backlog", "busy", "metric_families", "saturation", "sequence"},
+    "slow_steps": {"access"},
+    "metrics": {
+        *{"arena", "backlog", "busy", "metric_families", "saturation", "sequence", "slow_steps"},
+    },
+    "metric_aliases": {"metric_families"},
+    "exposition": set(),
+    "gpu_driver": set(),
+    "gpu_metrics": {"gpu_driver", "metric_families"},
     "busy": set(),
     "saturation": set(),
     # the engine, its thread, and an answer as it comes out of it
@@ -152,7 +159,7 @@ OWN: dict[str, set[str]] = {
     },
     "service": {
         *{"access", "bridge", "config", "drain", "engine", "errors", "graph", "guard", "key_ring"},
-        *{"loading", "metrics", "quota", "readiness", "served"},
+        *{"gpu_metrics", "loading", "metric_aliases", "metrics", "quota", "readiness", "served"},
     },
     "switch": {"bridge", "errors", "garbage", "origin", "served", "service"},
     "admin_api": {
@@ -169,7 +176,7 @@ OWN: dict[str, set[str]] = {
         *{"errors", "fields", "http", "limits", "openai_replies", "openai_requests", "service"},
         *{"chat", "schema", "served", "tool_calls", "tool_grammar", "tools"},
     },
-    "ops_api": {"http", "service"},
+    "ops_api": {"exposition", "http", "service"},
     "api": {
         *{
             "admin_api",
@@ -212,18 +219,22 @@ DOORS: dict[str, set[str]] = {
     "onnxruntime": {"cuda", "form", "fused", "model", "runner", "session"},
     "optimum": {"session"},
     "orjson": {"connection", "http", "openai_replies", "passage", "protocol", "replies"},
-    "prometheus_client": {"histogram", "metric_families", "metrics", "ops_api", "service"},
+    "prometheus_client": {
+        *{"exposition", "gpu_metrics", "histogram", "metric_aliases", "metric_families"},
+        *{"metrics", "service"},
+    },
     "psutil": {"machine"},
     "pydantic": {
         *{"fields", "generate_requests", "http", "openai_requests", "openapi", "protocol"},
         *{"keys", "record", "responses", "routes"},
     },
     "pydantic_core": {"protocol"},
+    "pynvml": {"gpu_driver"},
     "pythonjsonlogger": {"logs"},
     "tokenizers": {"detokenizer", "grammar", "plain", "text"},
     "torch": {
         *{"cuda", "device_sampler", "form", "fused", "kv_cache", "model", "portable", "precision"},
-        "runner",
+        *{"gpu_driver", "runner"},
     },
     "transformers": {"ends", "text"},
     "werkzeug": {"api"},
