@@ -24,6 +24,7 @@ from .keys import BadKeys, Key, check_apart, parse_file, read_file
 from .metrics_options import METRICS_OPTIONS
 from .queue_options import QUEUE_OPTIONS
 from .record import read_record
+from .tracing_options import TRACING_OPTIONS
 
 VERSION = "0.1.0"  # pyproject's: a checkout is not installed, so nothing else could tell
 
@@ -76,6 +77,7 @@ class Settings:
     kv_idle_seconds: int
     prefix_cache: bool
     max_gpu_memory_bytes: int
+    otlp_traces_endpoint: str  # empty: no tracing
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
     cors_origins: tuple[str, ...]
@@ -357,6 +359,7 @@ OPTIONS: list[click.Parameter] = [
     *METRICS_OPTIONS,
     *CACHE_OPTIONS,
     *DEVICE_OPTIONS,
+    *TRACING_OPTIONS,
     *KEY_OPTIONS,
 ]
 
