@@ -71,9 +71,23 @@ class Autoscaler:
     target: float  # that each pod is to have, on average
     up: Rules
     down: Rules
+    is_external: bool = False  # KEDA's: one number for all pods
     # seconds, pods: what the metric asked for; and by how many the number was changed
     _asked: list[tuple[float, int]] = field(default_factory=list)
     _changes: list[tuple[float, int]] = field(default_factory=list)
+
+    @classmethod
+    def of_keda(cls, manifest: dict[str, Any]) -> Autoscaler:
+        """The one that KEDA makes of a ScaledObject with one trigger of type AverageValue."""
+        spec = manifest["spec"]
+        behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        [trigger] = spec["triggers"]
+        return cls(
+            *(spec["minReplicaCount"], spec["maxReplicaCount"]),
+            float(trigger["metadata"]["threshold"]),
+            *(Rules(_UP | behavior["scaleUp"]), Rules(_DOWN | behavior["scaleDown"])),
+            is_external=True,
+        )
 
     @classmethod
     def of(cls, manifest: dict[str, Any]) -> Autoscaler:
@@ -110,6 +124,9 @@ class Autoscaler:
         known = [value for value in values if value is not None]
         if not known:
             return replicas
+        if self.is_external:
+            is_near = self._is_near(sum(known) / replicas / self.target)
+            return replicas if is_near else math.ceil(sum(known) / self.target)
         num_missing = len(values) - len(known)
         ratio = sum(known) / len(known) / self.target
         num_starting = starting if ratio > 1 else 0

@@ -6,10 +6,10 @@
 Servers are a queueing model (hpa_cluster.py), the HorizontalPodAutoscaler its controller's formula
 (hpa_formula.py). Target, bounds and policies are read from deploy/k8s, and so are the interval of
 the scrapes, the drain and the series that the autoscaler goes by; two others are run beside it,
-under the same target and policies. For five minutes 1 request a second comes, for half an hour 8,
-then 1 again; `--load-seconds` is how long a server loads its model. All times are simulated seconds
-from the step on; a column has the median of the seeds, and the most in brackets. The last line on
-stdout is JSON.
+under the same target and policies, and so is KEDA's ScaledObject. For five minutes 1 request a
+second comes, for half an hour 8, then 1 again; `--load-seconds` is how long a server loads its
+model. All times are simulated seconds from the step on; a column has the median of the seeds, and
+the most in brackets. The last line on stdout is JSON.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ K8S = Path(__file__).parents[1] / "deploy" / "k8s"
 SYNC_SECONDS = 15  # of the controller
 LOW, HIGH = 1.0, 8.0  # requests per second
 STEP_AT, DROP_AT, END_AT = 300, 2100, 3600
+KEDA = "KEDA"
 SIGNALS: dict[str, Callable[[Pod], float]] = {
     "phi_serve_load_factor": Pod.load_factor,
     "phi_serve_saturation_ratio": lambda pod: min(1.0, pod.load_factor()),
@@ -44,6 +45,7 @@ class Setup:
     """What deploy/k8s says."""
 
     autoscaler: dict[str, Any]  # the manifest
+    scaled_object: dict[str, Any]  # that for KEDA
     signal: str  # the series
     scrape_seconds: int
     drain_seconds: int
@@ -62,7 +64,11 @@ class Setup:
         env = {each["name"]: each["value"] for each in pod["containers"][0]["env"]}
         scrape_seconds = int(job["scrape_interval"].removesuffix("s"))
         signal = rule["seriesQuery"].partition("{")[0]
-        return cls(autoscaler, signal, scrape_seconds, int(env["DRAIN_SECONDS"]))
+        scaled = read("components/keda/scaledobject.yaml")
+        return cls(autoscaler, scaled, signal, scrape_seconds, int(env["DRAIN_SECONDS"]))
+
+    def scaler(self, is_keda: bool = False) -> Autoscaler:
+        return Autoscaler.of_keda(self.scaled_object) if is_keda else Autoscaler.of(self.autoscaler)
 
 
 class Scrapes:
@@ -100,9 +106,10 @@ def offered(now: float) -> float:
     return HIGH if STEP_AT <= now < DROP_AT else LOW
 
 
-def simulate(setup: Setup, server: Server, signal: str, seed: int) -> Run:
+def simulate(setup: Setup, server: Server, name: str, seed: int) -> Run:
+    """`name` is a signal, or KEDA for the ScaledObject."""
     rng = np.random.default_rng(seed)
-    autoscaler = Autoscaler.of(setup.autoscaler)
+    autoscaler, signal = setup.scaler(name == KEDA), setup.signal if name == KEDA else name
     server = replace(server, drain_seconds=setup.drain_seconds)
     cluster = Cluster(server, autoscaler.min_replicas, rng)
     scrapes = Scrapes(setup.scrape_seconds, SIGNALS[signal], np.random.default_rng(seed))
@@ -147,7 +154,7 @@ def calm_after(waits: list[tuple[float, float]], target: float) -> float:
 
 
 def measure(run: Run, setup: Setup, server: Server) -> dict[str, float]:
-    autoscaler = Autoscaler.of(setup.autoscaler)
+    autoscaler = setup.scaler()
     needed = server.num_needed(HIGH, autoscaler.target)
     low = run.replicas[round(STEP_AT / TICK_SECONDS) - 1]
     return {
@@ -204,9 +211,10 @@ def main(seeds: int, load_seconds: str, json_file: Path | None, plot_file: Path 
     rows, drawn = [], {}
     for seconds in map(int, load_seconds.split(",")):
         server = replace(Server(), load_seconds=seconds)
-        for signal in SIGNALS:
+        for signal in (*SIGNALS, KEDA):
             runs = [simulate(setup, server, signal, seed) for seed in range(seeds)]
-            drawn.setdefault(signal, runs[0])
+            if signal in SIGNALS:  # KEDA's line would hide another
+                drawn.setdefault(signal, runs[0])
             found = [measure(run, setup, server) for run in runs]
             rows.append({"signal": signal, "load_seconds": seconds, "runs": found})
     print(table(rows))

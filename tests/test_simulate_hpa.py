@@ -15,7 +15,7 @@ import simulate_hpa
 from click.testing import CliRunner
 from hpa_cluster import TICK_SECONDS, Cluster, Pod, Server
 from hpa_formula import Autoscaler, quantity
-from simulate_hpa import STEP_AT, Setup, main, measure, simulate, turns
+from simulate_hpa import KEDA, STEP_AT, Setup, main, measure, simulate, turns
 
 SEEDS = range(2)
 LOADS = (45, 180)  # seconds that a server needs for its model
@@ -61,6 +61,15 @@ def test_metric_asks_for_pods_as_the_controller_computes(
     values: list[float | None], starting: int, wanted: int
 ) -> None:
     assert autoscaler().wanted(len(values) + starting, values, starting) == wanted
+
+
+def test_keda_asks_by_the_sum_over_all_pods() -> None:
+    scaler = replace(autoscaler(), is_external=True)
+    assert scaler.wanted(4, [2.0, None], 2) == 4
+    assert scaler.wanted(2, [2.0, None], 0) == 4
+    assert scaler.wanted(4, [0.2, 0.2], 0) == 1
+    assert scaler.wanted(2, [0.5, 0.55], 0) == 2
+    assert scaler.wanted(3, [None], 2) == 3
 
 
 def decisions(scaler: Autoscaler, asked: list[float], replicas: int = 2) -> list[int]:
@@ -177,6 +186,12 @@ def test_step_load_is_followed_without_flapping(load_seconds: int) -> None:
 def test_fewest_pods_are_enough_for_low_load() -> None:
     least = Autoscaler.of(OURS.autoscaler).min_replicas
     assert all(run["pods_at_low_load"] == least for run in seen(45))
+
+
+def test_keda_does_not_flap_either() -> None:
+    run = once(OURS, 45, KEDA, SEEDS[0])
+    assert run["turns"] == 1
+    assert run["enough_seconds"] <= seen(45)[0]["enough_seconds"] + 60
 
 
 def test_clamped_signal_takes_longer() -> None:
