@@ -278,6 +278,28 @@ class Rig:
             self.send(client, ask, **more)
             return self.read(client)
 
+    @contextmanager
+    def hold_until_submitted(self, num_sequences: int) -> Iterator[None]:
+        """The engine, which is idle, takes no step until it has so many: who runs beside whom does
+        not depend on how soon clients get a turn."""
+        until(self.is_quiet)
+        bridge: Any = self.service.bridge
+        engine, num_before = bridge._engine, len(self.sequences)
+
+        def are_all_there() -> bool:  # it is asked where the engine would take up more
+            return len(self.sequences) - num_before + bridge._inbox.qsize() >= num_sequences
+
+        def step() -> Any:
+            hold_until(are_all_there)
+            del engine.step  # from here on it is its own again
+            return engine.step()
+
+        engine.step = step
+        try:
+            yield
+        finally:
+            vars(engine).pop("step", None)
+
     def send_timed(self, client: Client, ask: Ask, milliseconds: int) -> None:
         """With the header that every route knows."""
         self.num_requests += 1
