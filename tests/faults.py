@@ -269,7 +269,7 @@ class Rig:
         client.send(ask[0], **(ask[1] | more))
 
     def read(self, client: Client) -> Ending:
-        with gevent.Timeout(20):
+        with gevent.Timeout(60):
             self.endings.append(ending := _read(client))
         return ending
 

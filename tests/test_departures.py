@@ -43,7 +43,7 @@ class Steps:
 
     def __call__(self, plan: StepPlan, logits: NDArray[Any]) -> None:
         if not self._are_free:
-            assert self._permits.acquire(timeout=20)
+            assert self._permits.acquire(timeout=60)
 
     def allow(self, number: int) -> None:
         self._permits.release(number)
@@ -346,7 +346,7 @@ def test_nothing_is_submitted_for_a_client_that_left_meanwhile(
 
     def slow(*arguments: Any, **options: Any) -> Any:
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return real(*arguments, **options)
 
     monkeypatch.setattr(owner, part, slow)
@@ -520,7 +520,7 @@ def test_openai_client_passes_over_comments(
             model="stub", prompt="a", max_tokens=4, temperature=0, stream=True
         )
         with client, stream:
-            first.wait(20)
+            first.wait(60)
             return "".join(chunk.choices[0].text for chunk in stream)
 
     first, comments = threading.Event(), []

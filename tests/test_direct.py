@@ -476,7 +476,7 @@ def test_write_that_is_not_taken_leaves_a_rest_and_nothing_passes_it() -> None:
         outlet.flush()
         assert outlet.is_open
         handler.socket.shutdown(socket.SHUT_WR)
-        received = reader.get(timeout=20)
+        received = reader.get(timeout=60)
     assert received == (b"64\r\n" + b"x" * 100 + b"\r\n") * (num_sent + 1)
     assert outlet.num_sent + handler.response_length == 106 * (num_sent + 1)
 
@@ -504,10 +504,10 @@ def test_regular_calls_come_in_turn_and_end_with_their_context() -> None:
     regular, calls = Regular(), []
     with regular.calling(lambda: calls.append("slow"), 0.02):
         with regular.calling(lambda: calls.append("fast"), 0.005):
-            until(lambda: calls.count("slow") == 2)
-        num_fast = calls.count("fast")
-        until(lambda: calls.count("slow") == 4)
-        assert calls.count("fast") == num_fast >= 2
+            until(lambda: calls.count("slow") >= 2 and calls.count("fast") > calls.count("slow"))
+        num_fast, num_slow = calls.count("fast"), calls.count("slow")
+        until(lambda: calls.count("slow") >= num_slow + 2)
+        assert calls.count("fast") == num_fast
     until(lambda: regular._timer is None)
     assert regular._due == []
 
@@ -537,7 +537,7 @@ def test_many_regular_calls_let_the_hub_turn_between() -> None:
             gevent.sleep(0)
 
     regular = Regular()
-    with gevent.Timeout(20):
+    with gevent.Timeout(60):
         contexts = [regular.calling(lambda n=n: calls.append(n), 0.05) for n in range(1000)]  # type: ignore[misc]
         for context in contexts:
             context.__enter__()

@@ -141,7 +141,7 @@ def test_engine_thread_that_dies_ends_all_with_an_error_and_the_process(
     trap.set(FAULTS[fault], place.skip)
     ending = mortal.ask(place.ask)
     assert (ending.status, ending.code) == (500, "model_failure")
-    assert mortal.service.bridge.ended.wait(20)  # which ends the process
+    assert mortal.service.bridge.ended.wait(60)  # which ends the process
     assert mortal.service.bridge.state is State.FAILED
     assert SECRET in str(mortal.service.bridge.failure)
     assert (mortal.get("/health/live"), mortal.get("/health/ready")) == (200, 503)
@@ -245,7 +245,7 @@ def test_thread_off_the_hub_that_hangs_holds_up_no_other_and_ends_by_the_deadlin
     place, released = PLACES[name], threading.Event()
 
     def hang(real: Callable[[], Any]) -> Any:
-        released.wait(20)
+        released.wait(60)
         return real()
 
     trap = Trap(monkeypatch, place.owner, place.name)

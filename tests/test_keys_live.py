@@ -45,7 +45,7 @@ def server(folder: Path) -> Iterator[StubServer]:
         logged = re.compile(r"health and metrics on (http://[0-9.:]+)")
         ops = wait_for(lambda: logged.search(server.log), "the second port")[1]
         server.ops = ops  # type: ignore[attr-defined]
-        wait_for(lambda: requests.get(f"{ops}/health/ready", timeout=30).ok, "readiness")
+        wait_for(lambda: requests.get(f"{ops}/health/ready", timeout=60).ok, "readiness")
         yield server
 
 
@@ -93,9 +93,9 @@ def test_file_that_changes_or_breaks_is_noticed_by_the_running_server(
 
 def test_both_ports_end_with_the_server_and_no_secret_was_logged(server: StubServer) -> None:
     ops = server.ops  # type: ignore[attr-defined]
-    assert requests.get(f"{server.url}/metrics", timeout=30).status_code == 404
+    assert requests.get(f"{server.url}/metrics", timeout=60).status_code == 404
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(15) == 0
+    assert server.process.wait(60) == 0
     for url in (server.url, ops):
         with pytest.raises(requests.ConnectionError):
             requests.get(f"{url}/health/live", timeout=5)

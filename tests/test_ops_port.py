@@ -30,7 +30,7 @@ def free_port() -> int:
 @contextmanager
 def two_ports(**changes: Any) -> Iterator[tuple[StubService, Edge, Edge]]:
     settings = replace(SETTINGS, ops_port=free_port(), **changes)
-    with gevent.Timeout(60), running(StubService(settings)) as service:
+    with gevent.Timeout(250), running(StubService(settings)) as service:
         ops = bind_ops(create_ops_app(service), settings, service.metrics.rejected)
         assert ops is not None
         ops.start()
