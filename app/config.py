@@ -21,8 +21,10 @@ from .errors import UnservableModel, WrongSetting
 from .folder import find_graph, read_context_length
 from .key_options import KEY_OPTIONS
 from .keys import BadKeys, Key, check_apart, parse_file, read_file
+from .metrics_options import METRICS_OPTIONS
 from .queue_options import QUEUE_OPTIONS
 from .record import read_record
+from .tracing_options import TRACING_OPTIONS
 
 VERSION = "0.1.0"  # pyproject's: a checkout is not installed, so nothing else could tell
 
@@ -69,10 +71,13 @@ class Settings:
     log_format: str
     max_queued_requests: int
     max_queued_tokens: int
+    saturation_wait_seconds: int
+    metrics_aliases: str
     kv_memory_share: float
     kv_idle_seconds: int
     prefix_cache: bool
     max_gpu_memory_bytes: int
+    otlp_traces_endpoint: str  # empty: no tracing
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
     cors_origins: tuple[str, ...]
@@ -304,7 +309,8 @@ OPTIONS: list[click.Parameter] = [
     _option(
         "--slow-step-ms",
         "slow_step_ms",
-        "Milliseconds beyond which a step counts in `phi_serve_slow_steps_total`.",
+        "Milliseconds beyond which a step counts in `phi_serve_slow_steps_total`, and may have a "
+        "line in the log.",
         type=click.IntRange(1, 86_400_000),
         default=50,
     ),
@@ -355,8 +361,10 @@ OPTIONS: list[click.Parameter] = [
     ),
     *EDGE_OPTIONS,
     *QUEUE_OPTIONS,
+    *METRICS_OPTIONS,
     *CACHE_OPTIONS,
     *DEVICE_OPTIONS,
+    *TRACING_OPTIONS,
     *KEY_OPTIONS,
 ]
 

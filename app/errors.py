@@ -260,6 +260,15 @@ class SwitchFailed(ServeError):
     may_retry = False
 
 
+def all_codes() -> set[str]:
+    """That a client can be refused with; one that left is not refused. Flask's own are last."""
+    classes = [ServeError]
+    for each in classes:
+        classes += each.__subclasses__()
+    codes = {each.code for each in classes if each is not ClientLeft}
+    return codes | {"bad_request", "not_found", "method_not_allowed"}
+
+
 class UnservableModel(Exception):
     """The model folder cannot be served correctly; the message is the whole report."""
 

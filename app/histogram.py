@@ -19,10 +19,18 @@ class Histogram(Collector):
     """Thread-safe. `buckets` are upper bounds, rising; one for all values is added."""
 
     def __init__(
-        self, name: str, help_: str, buckets: Sequence[float], registry: CollectorRegistry
+        self,
+        name: str,
+        help_: str,
+        buckets: Sequence[float],
+        registry: CollectorRegistry,
+        *,
+        unit: str = "",
     ) -> None:
+        """`unit` is what `name` ends with, if with any."""
         self._name = name
         self._help = help_
+        self._unit = unit
         self._bounds = [*buckets, float("inf")]
         self._counts = [0] * len(self._bounds)
         self._sum = 0.0
@@ -41,7 +49,9 @@ class Histogram(Collector):
             counts, total = list(accumulate(self._counts)), self._sum
         names = [*map(str, self._bounds[:-1]), "+Inf"]
         buckets = list(zip(names, counts, strict=True))
-        yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=total)
+        yield HistogramMetricFamily(
+            self._name, self._help, buckets=buckets, sum_value=total, unit=self._unit
+        )
 
     def describe(self) -> Iterator[HistogramMetricFamily]:
         """So that the registry knows its name from the start."""

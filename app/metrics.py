@@ -1,7 +1,4 @@
-"""The Prometheus observer: hears what the engines do and counts it. Decides nothing.
-
-Names and bucket edges follow vLLM's (DESIGN 7), with our prefix.
-"""
+"""The Prometheus observer: hears what the engines do and counts it. Decides nothing."""
 
 from __future__ import annotations
 
@@ -9,163 +6,102 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-)
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from . import histogram as batched
 from .arena import KVUsage
 from .backlog import Backlog
 from .busy import BusyRatio
+from .metric_families import OTHER, PREFIX, REASONS, Families
+from .saturation import Load
 from .sequence import Sequence, StepPlan
+from .slow_steps import SlowSteps
 
-_TTFT_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-_ITL_BUCKETS = (
-    *(0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-_REQUEST_BUCKETS = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
-    *(60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
 _MODEL_LABELS = ("model", "precision", "form", "provider", "fallback")
-_BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
-    """All metrics of one server, in `registry`."""
+    """All metrics of one server, in `registry`.
+
+    `wait_target_seconds` is what a wait in the queue is held against.
+    """
 
     def __init__(
         self,
         registry: CollectorRegistry,
         slow_step_seconds: float = 0.05,
         clock: Callable[[], float] = time.monotonic,
+        wait_target_seconds: float = 5.0,
     ) -> None:
-        # Off: a second series for each, which nothing reads.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.current: EngineMetrics | None = None  # of the engine that new requests go to
         self._engines: list[EngineMetrics] = []
-        self._slow_step_seconds = slow_step_seconds
+        self._slow_steps = SlowSteps(slow_step_seconds, clock)
         self._clock = clock
-
-        def histogram(name: str, help_: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"phi_serve_{name}", help_, buckets=buckets, registry=registry)
-
-        def gauge(name: str, help_: str) -> Gauge:
-            return Gauge(f"phi_serve_{name}", help_, registry=registry)
-
-        def counter(name: str, help_: str, labels: tuple[str, ...] = ()) -> Counter:
-            return Counter(f"phi_serve_{name}", help_, labels, registry=registry)
-
-        self._ttft = histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _TTFT_BUCKETS
-        )
-        self._itl = batched.Histogram(
-            "phi_serve_inter_token_latency_seconds",
-            *("Between tokens of one request.", _ITL_BUCKETS, registry),
-        )
-        self._queue = histogram(
-            "request_queue_time_seconds", "From arrival to admission.", _REQUEST_BUCKETS
-        )
-        self._e2e = histogram(
-            "e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_BUCKETS
-        )
-        self._batch = histogram("batch_size", "Rows that run in a step.", _BATCH_BUCKETS)
+        self._wait_target = wait_target_seconds
+        self._backlog: Callable[[], Backlog] | None = None
+        self._families = families = Families(registry)
         registry.register(_ModelInfo(self))
-        limit = gauge(
-            "batch_limit", "Most rows that may run: fewer than at first where memory is short."
-        )
-        limit.set_function(lambda: self.current.batch_limit if self.current else 0)
-        running = gauge("num_requests_running", "Requests in the batch.")
-        running.set_function(lambda: sum(engine.num_running for engine in self._engines))
-        waiting = gauge("num_requests_waiting", "Requests in the queue.")
-        waiting.set_function(lambda: sum(engine.num_waiting for engine in self._engines))
-        busy = gauge(
-            "engine_busy_ratio",
-            "Share of the time with work, of the last 10 s, that is spent inside the model.",
-        )
-        busy.set_function(self._busy_ratio)
-        self._slow_steps = counter("slow_steps_total", "Steps longer than SLOW_STEP_MS.")
-        self._ready = gauge("ready", "1 if requests should come here, as /health/ready says.")
-        self._queued_tokens = gauge("queued_prompt_tokens", "Prompt tokens of the queue.")
-        self._wait = gauge(
-            "estimated_wait_seconds", "Expected in the queue, for a request that comes now."
-        )
-        self._prompt = counter(
-            "prompt_tokens_total", "Prompt tokens read, also once more after a preemption."
-        )
-        self._queried = counter(
-            "prefix_cache_query_tokens_total", "Prompt tokens that the cache was asked for."
-        )
-        self._hits = counter(
-            "prefix_cache_hit_tokens_total", "Prompt tokens that it had, and that were not read."
-        )
-        self._generated = counter("generation_tokens_total", "Tokens generated.")
-        self._preemptions = counter(
-            "num_preemptions_total",
-            "Running requests that had to make room for older ones, and are read again later.",
-        )
-        usage = gauge("kv_cache_usage_ratio", "Cached tokens of running requests, of the budget.")
-        usage.set_function(lambda: self.current.usage_ratio if self.current else 0)
-        self._success = counter(
-            "request_success_total",
-            "Choices (of a request, n) ended by the engine.",
-            ("finish_reason",),
-        )
-        self._spoiled = counter(
-            "non_finite_logits_total", "Requests failed by logits that were not finite."
-        )
-        self._rejected = counter(
-            "requests_rejected_total",
-            "Requests answered with an error, by its code.",
-            ("reason",),
-        )
+        families.limit.set_function(lambda: self.current.batch_limit if self.current else 0)
+        families.usage.set_function(lambda: self.current.usage_ratio if self.current else 0)
+        families.running.set_function(lambda: sum(each.num_running for each in self._engines))
+        families.waiting.set_function(lambda: sum(each.num_waiting for each in self._engines))
+        families.busy.set_function(self._busy_ratio)
+        families.load.set_function(self._load_factor)
+        families.saturation.set_function(lambda: min(1.0, self._load_factor()))
 
     def watch(self, backlog: Callable[[], Backlog], is_ready: Callable[[], bool]) -> None:
         """What they return is asked when the metrics are read, on the hub."""
-        self._ready.set_function(is_ready)
-        self._queued_tokens.set_function(lambda: backlog().num_prompt_tokens)
-        self._wait.set_function(lambda: backlog().next_place("").seconds)
-
-    def stepped(self, plan: StepPlan) -> None:
-        self._batch.observe(plan.num_rows)
-        if plan.prefill is not None:
-            self._prompt.inc(len(plan.prefill.token_ids))
-            sequence = plan.prefill.sequence
-            if sequence.num_preemptions == 0 and plan.prefill.start == sequence.num_reused:
-                self._queried.inc(len(sequence.prompt_ids))
-                self._hits.inc(sequence.num_reused)
-
-    def preempted(self, num_sequences: int) -> None:
-        self._preemptions.inc(num_sequences)
+        self._backlog = backlog
+        self._families.ready.set_function(is_ready)
+        self._families.queued_tokens.set_function(lambda: backlog().num_prompt_tokens)
+        self._families.wait.set_function(lambda: backlog().next_place("").seconds)
 
     def _busy_ratio(self) -> float:
         sums = [engine.busy.sums() for engine in self._engines]
         work_seconds = sum(work for _, work in sums)
         return sum(model for model, _ in sums) / work_seconds if work_seconds > 0 else 0.0
 
-    def stepped_in(self, step_seconds: float) -> None:
-        if step_seconds > self._slow_step_seconds:
-            self._slow_steps.inc()
+    def _load_factor(self) -> float:
+        """Of the engine that new requests go to."""
+        engine = self.current
+        if engine is None:
+            return 0.0
+        num_waiting, seconds = engine.num_waiting, 0.0
+        if self._backlog is not None:
+            backlog = self._backlog()
+            # By the engine's account a step ago: who is taken up at once has never waited.
+            seconds = backlog.next_place("").seconds if num_waiting else 0.0
+            num_waiting = max(num_waiting, backlog.num_sequences)
+        rows = (engine.num_running, num_waiting, engine.batch_limit)
+        return Load(*rows, engine.usage_ratio, seconds).factor(self._wait_target)
+
+    def stepped(self, plan: StepPlan) -> None:
+        self._families.batch.observe(plan.num_rows)
+        if plan.prefill is not None:
+            self._families.prompt.inc(len(plan.prefill.token_ids))
+            sequence = plan.prefill.sequence
+            if sequence.num_preemptions == 0 and plan.prefill.start == sequence.num_reused:
+                self._families.queried.inc(len(sequence.prompt_ids))
+                self._families.hits.inc(sequence.num_reused)
+
+    def preempted(self, num_sequences: int) -> None:
+        self._families.preemptions.inc(num_sequences)
+
+    def stepped_in(self, step_seconds: float, num_rows: int, num_prompt_tokens: int) -> None:
+        self._families.step.observe(step_seconds)
+        if self._slow_steps.ended(step_seconds, num_rows, num_prompt_tokens):
+            self._families.slow_steps.inc()
 
     def spoiled(self, num_rows: int) -> None:
         """So many rows of a step had logits that were not finite."""
-        self._spoiled.inc(num_rows)
+        self._families.spoiled.inc(num_rows)
 
     def advanced(self, sequences: list[Sequence], now: float) -> None:
         """A token of each of `sequences` came at `now`; their stamps are those before it."""
-        self._generated.inc(len(sequences))
+        self._families.generated.inc(len(sequences))
         before = [sequence.last_token_at for sequence in sequences]
-        self._itl.observe(now - at for at in before if at is not None)
+        self._families.itl.observe(now - at for at in before if at is not None)
         if None in before:
             for sequence in sequences:
                 self._begun(sequence, now)
@@ -173,18 +109,18 @@ class Metrics:
     def _begun(self, sequence: Sequence, now: float) -> None:
         if sequence.last_token_at is not None:
             return
-        self._ttft.observe(now - sequence.arrived_at)
+        self._families.ttft.observe(now - sequence.arrived_at)
         if sequence.admitted_at is not None:
-            self._queue.observe(sequence.admitted_at - sequence.arrived_at)
+            self._families.queue.observe(sequence.admitted_at - sequence.arrived_at)
 
     def finished(self, sequence: Sequence) -> None:
         if sequence.finish_reason is not None:
-            self._success.labels(sequence.finish_reason.value).inc()
+            self._families.success.labels(sequence.finish_reason.value).inc()
         if sequence.last_token_at is not None:
-            self._e2e.observe(sequence.last_token_at - sequence.arrived_at)
+            self._families.e2e.observe(sequence.last_token_at - sequence.arrived_at)
 
     def rejected(self, code: str) -> None:
-        self._rejected.labels(code).inc()
+        self._families.rejected.labels(code if code in REASONS else OTHER).inc()
 
     def of_engine(self) -> EngineMetrics:
         """The observer of one more engine; the first is the current one."""
@@ -206,7 +142,7 @@ class _ModelInfo(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         family = GaugeMetricFamily(
-            "phi_serve_model_info",
+            PREFIX + "model_info",
             "The model that is served. fallback 1: on the CPU, though a GPU was wanted.",
             labels=_MODEL_LABELS,
         )
@@ -224,6 +160,7 @@ class EngineMetrics:
         self._metrics = metrics
         self.busy = BusyRatio(clock)
         self.num_waiting = self.num_running = self.batch_limit = 0
+        self._step = (0, 0)  # rows, and prompt tokens, of the last one
         self.model: dict[str, Any] | None = None  # once loaded: a value for each of _MODEL_LABELS
         self.usage: KVUsage | None = None
 
@@ -239,10 +176,13 @@ class EngineMetrics:
         self._metrics.preempted(num_sequences)
 
     def stepped(self, plan: StepPlan) -> None:
+        num_prompt_tokens = len(plan.prefill.token_ids) if plan.prefill else 0
+        self._step = (plan.num_rows, num_prompt_tokens)
         self._metrics.stepped(plan)
 
     def timed(self, model_seconds: float, step_seconds: float, work_seconds: float) -> None:
-        self._metrics.stepped_in(step_seconds)
+        """What the step took that `stepped` has told of."""
+        self._metrics.stepped_in(step_seconds, *self._step)
         self.busy.add(model_seconds, work_seconds)
 
     def spoiled(self, num_rows: int) -> None:

@@ -20,17 +20,22 @@ from app.config import Settings
 from app.device_options import DEVICE_OPTIONS
 from app.edge_options import EDGE_OPTIONS
 from app.engine import Engine
+from app.metrics_options import METRICS_OPTIONS
 from app.queue_options import QUEUE_OPTIONS
 from app.served import Served
 from app.service import Service
 from app.text import TextCodec
+from app.tracing_options import TRACING_OPTIONS
 
 from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
 
 EDGE: dict[str, Any] = {
     str(option.name): option.default
-    for option in [*EDGE_OPTIONS, *QUEUE_OPTIONS, *CACHE_OPTIONS, *DEVICE_OPTIONS]
+    for option in [
+        *(*EDGE_OPTIONS, *QUEUE_OPTIONS, *METRICS_OPTIONS, *CACHE_OPTIONS, *DEVICE_OPTIONS),
+        *TRACING_OPTIONS,
+    ]
 }
 SETTINGS = Settings(
     *(

@@ -129,7 +129,7 @@ def serving(app: Any = None, **changes: Any) -> Iterator[Edge]:
 def serving_of(service: Service, **changes: Any) -> AbstractContextManager[Edge]:
     """A server of this one, which runs; `changes` are settings of the edge."""
     app, settings = create_app(service), replace(service.settings, **changes)
-    return _started(bind(app, settings, service.metrics.rejected))
+    return _started(bind(app, settings, service.metrics.rejected, service.tracing))
 
 
 @contextmanager

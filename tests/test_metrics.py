@@ -131,6 +131,26 @@ def test_rejection_is_counted_under_the_errors_code(
     assert value(registry, "requests_rejected_total", reason=reason) == 2
 
 
+def test_code_that_no_error_has_counts_as_another(
+    registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    """A label that anybody could make longer would not be bounded."""
+    metrics.rejected("made-up")
+    assert value(registry, "requests_rejected_total", reason="made-up") is None
+    assert value(registry, "requests_rejected_total", reason="other") == 1
+
+
+def test_labels_are_there_before_anything_has_happened(
+    registry: CollectorRegistry, metrics: Metrics
+) -> None:
+    """So that a rate has the first one."""
+    for reason in ("not_found", "overloaded", "model_failure", "method_not_allowed", "other"):
+        assert value(registry, "requests_rejected_total", reason=reason) == 0
+    assert value(registry, "requests_rejected_total", reason="client_left") is None
+    for finish_reason in FinishReason:
+        assert value(registry, "request_success_total", finish_reason=finish_reason) == 0
+
+
 @pytest.mark.parametrize(
     ("num_decode", "num_prefill", "size"), [(3, None, 3), (3, 5, 4), (0, 5, 1)]
 )
@@ -245,6 +265,34 @@ def test_steps_beyond_the_threshold_are_slow(registry: CollectorRegistry, timed:
     for seconds in (0.01, 0.05, 0.0501, 3.0):
         engine.timed(seconds, seconds, seconds)
     assert value(registry, "slow_steps_total") == 2
+
+
+def test_slow_step_has_a_line_with_what_ran_in_it_and_no_more_than_one_in_ten_seconds(
+    timed: Metrics, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "app.slow_steps")
+    engine = timed.of_engine()
+
+    def step(num_prompt_tokens: int, seconds: float) -> None:
+        engine.stepped(StepPlan([], prefill(num_prompt_tokens), [sequence()] * 3))
+        engine.timed(seconds, seconds, seconds)
+
+    for seconds in (0.05, 0.2, 0.3, 0.01, 0.4):
+        step(5, seconds)
+        clock.now += 1
+    clock.now += 6
+    step(7, 0.06)
+    assert [dict(record.msg) for record in caplog.records] == [  # type: ignore[call-overload]
+        {"message": "slow step", "seconds": 0.2, "rows": 4, "prefill_tokens": 5, "others": 0},
+        {"message": "slow step", "seconds": 0.06, "rows": 4, "prefill_tokens": 7, "others": 2},
+    ]
+
+
+def test_every_step_is_in_the_histogram(registry: CollectorRegistry, timed: Metrics) -> None:
+    engine = timed.of_engine()
+    for seconds in (0.25, 0.5):
+        engine.timed(model_seconds=0.125, step_seconds=seconds, work_seconds=1.0)
+    assert count_and_sum(registry, "step_duration_seconds") == (2, 0.75)
 
 
 def test_rows_without_finite_logits_add_up(registry: CollectorRegistry, metrics: Metrics) -> None:

@@ -80,7 +80,7 @@ def test_metrics_there_are_those_of_the_other_port(ports: tuple[StubService, Edg
     before = get(ops, "/metrics").body
     with Client(server) as client:
         client.send(post(b"{}", b"Authorization: Bearer wrong")).read()
-    assert b'reason="invalid_api_key"' not in before
+    assert b'requests_rejected_total{reason="invalid_api_key"} 0.0' in before
     assert b'requests_rejected_total{reason="invalid_api_key"} 1.0' in get(ops, "/metrics").body
 
 
