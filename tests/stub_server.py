@@ -1,9 +1,9 @@
 """`python -m tests.stub_server`: `python -m app` on a stub engine, which waits for files.
 
 `LOAD_GATE` holds the load until the file exists. `STEP_GATE` holds the steps of a full batch; until
-then each step that reads no prompt waits for another request, however late it comes. With
-`DEATH_GATE` there is no engine but one that dies behind that gate. Nothing of torch, transformers
-or ONNX Runtime is imported, which would take seconds.
+then each step takes 5 ms, and where all that run have the priority `TOGETHER`, it waits for the
+others, however late they come. With `DEATH_GATE` there is no engine but one that dies behind that
+gate. Nothing of torch, transformers or ONNX Runtime is imported, which would take seconds.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _GIVE_UP_SECONDS = 60.0
 _PACE_SECONDS = 0.005
+TOGETHER = -1000  # a priority that nothing else asks for
 _NUM_IDS = 97  # the stub model's
 
 
@@ -96,9 +97,11 @@ class StubServer(Service):
         gate = Path(os.environ.get("STEP_GATE", os.devnull))
 
         def change(plan: StepPlan, logits: Any) -> None:
+            if not gate.exists():
+                time.sleep(_PACE_SECONDS)
             if len(plan.decode) == num_rows:
                 wait_for_file(gate)
-            elif plan.decode and plan.prefill is None:
+            elif plan.prefill is None and all(s.priority == TOGETHER for s in plan.decode):
                 wait_for(lambda: gate.exists() or served.bridge.num_streams > len(plan.decode))
 
         stub.change = change

@@ -269,7 +269,8 @@ def read(raw: socket.socket) -> bytes:
 
 def fill(server: LiveServer, num_rows: int, num_tokens: int) -> list[socket.socket]:
     """Streams, all of them running, and the model waits."""
-    asked = [ask(server, stream=True, max_tokens=num_tokens) for _ in range(num_rows)]
+    body = {"stream": True, "max_tokens": num_tokens, "priority": -1000}  # stub_server.TOGETHER
+    asked = [ask(server, **body) for _ in range(num_rows)]
     wait_for(lambda: server.metric("num_requests_running") == num_rows, "a full batch")
     return asked
 

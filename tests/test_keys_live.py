@@ -4,7 +4,6 @@ the end of both ports."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -41,7 +40,6 @@ def server(folder: Path) -> Iterator[StubServer]:
         "API_KEYS": f"ann:{SECRETS[0]}",
         "API_KEYS_FILE": str(folder / "keys.json"),
         "OPS_PORT": str(free_port()),
-        "STEP_GATE": os.devnull,
     }
     with stub_server(folder / "model", 4, **environment) as server:
         logged = re.compile(r"health and metrics on (http://[0-9.:]+)")
