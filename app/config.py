@@ -117,6 +117,11 @@ def _check(**values: Any) -> Settings:
     settings = Settings(**values)
     _check_keys(settings)
     _check_ports(settings)
+    if settings.device == "cpu" and settings.max_gpu_memory_bytes:
+        raise click.BadParameter(
+            f"{settings.max_gpu_memory_bytes} bounds a GPU's memory, and DEVICE=cpu uses none.",
+            param_hint="'--max-gpu-memory-bytes' (env var: 'MAX_GPU_MEMORY_BYTES')",
+        )
     try:
         check_folder(settings)
     except WrongSetting as error:

@@ -322,6 +322,10 @@ def test_no_secret_is_in_the_settings_text_the_help_or_an_error(
     [
         (["--port", "9090", "--ops-port", "9090"], "OPS_PORT", "9090 is PORT's too"),
         (["--ops-host", "::1"], "OPS_HOST", "'::1' is the address of OPS_PORT, which is not set"),
+        (
+            ["--device", "cpu", "--max-gpu-memory-bytes", "1"],
+            *("MAX_GPU_MEMORY_BYTES", "1 bounds a GPU's memory, and DEVICE=cpu uses none"),
+        ),
         (["--served-model-name", "a,b, a"], "SERVED_MODEL_NAME", "'a' is there twice"),
         (["--api-keys", "ann:a,do-not-tell"], "API_KEYS", "entry 2 has no colon"),
         (["--api-keys", "a b:do-not-tell"], "API_KEYS", "entry 1: a name must be"),
