@@ -65,7 +65,7 @@ $(VENV)/.run-installed: requirements.txt $(RUNTIME) requirements-build.txt
 	$(BIN)/python -m pip install --no-deps -r requirements-build.txt
 	touch $@
 
-$(VENV)/.dev-installed: $(VENV)/.run-installed requirements-dev.txt
+$(VENV)/.dev-installed: $(VENV)/.run-installed requirements-dev.txt requirements-tracing.txt
 	$(BIN)/python -m pip install -r requirements-dev.txt
 	touch $@
 

@@ -24,6 +24,7 @@ from .keys import BadKeys, Key, check_apart, parse_file, read_file
 from .metrics_options import METRICS_OPTIONS
 from .queue_options import QUEUE_OPTIONS
 from .record import read_record
+from .tracing_options import TRACING_OPTIONS
 
 VERSION = "0.1.0"  # pyproject's: a checkout is not installed, so nothing else could tell
 
@@ -71,10 +72,12 @@ class Settings:
     max_queued_requests: int
     max_queued_tokens: int
     saturation_wait_seconds: int
+    metrics_aliases: str
     kv_memory_share: float
     kv_idle_seconds: int
     prefix_cache: bool
     max_gpu_memory_bytes: int
+    otlp_traces_endpoint: str  # empty: no tracing
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
     cors_origins: tuple[str, ...]
@@ -301,7 +304,8 @@ OPTIONS: list[click.Parameter] = [
     _option(
         "--slow-step-ms",
         "slow_step_ms",
-        "Milliseconds beyond which a step counts in `phi_serve_slow_steps_total`.",
+        "Milliseconds beyond which a step counts in `phi_serve_slow_steps_total`, and may have a "
+        "line in the log.",
         type=click.IntRange(1, 86_400_000),
         default=50,
     ),
@@ -355,6 +359,7 @@ OPTIONS: list[click.Parameter] = [
     *METRICS_OPTIONS,
     *CACHE_OPTIONS,
     *DEVICE_OPTIONS,
+    *TRACING_OPTIONS,
     *KEY_OPTIONS,
 ]
 

@@ -16,6 +16,7 @@ from .busy import BusyRatio
 from .metric_families import OTHER, PREFIX, REASONS, Families
 from .saturation import Load
 from .sequence import Sequence, StepPlan
+from .slow_steps import SlowSteps
 
 _MODEL_LABELS = ("model", "precision", "form", "provider", "fallback")
 
@@ -35,7 +36,7 @@ class Metrics:
     ) -> None:
         self.current: EngineMetrics | None = None  # of the engine that new requests go to
         self._engines: list[EngineMetrics] = []
-        self._slow_step_seconds = slow_step_seconds
+        self._slow_steps = SlowSteps(slow_step_seconds, clock)
         self._clock = clock
         self._wait_target = wait_target_seconds
         self._backlog: Callable[[], Backlog] | None = None
@@ -87,9 +88,9 @@ class Metrics:
     def preempted(self, num_sequences: int) -> None:
         self._families.preemptions.inc(num_sequences)
 
-    def stepped_in(self, step_seconds: float) -> None:
+    def stepped_in(self, step_seconds: float, num_rows: int, num_prompt_tokens: int) -> None:
         self._families.step.observe(step_seconds)
-        if step_seconds > self._slow_step_seconds:
+        if self._slow_steps.ended(step_seconds, num_rows, num_prompt_tokens):
             self._families.slow_steps.inc()
 
     def spoiled(self, num_rows: int) -> None:
@@ -159,6 +160,7 @@ class EngineMetrics:
         self._metrics = metrics
         self.busy = BusyRatio(clock)
         self.num_waiting = self.num_running = self.batch_limit = 0
+        self._step = (0, 0)  # rows, and prompt tokens, of the last one
         self.model: dict[str, Any] | None = None  # once loaded: a value for each of _MODEL_LABELS
         self.usage: KVUsage | None = None
 
@@ -174,10 +176,13 @@ class EngineMetrics:
         self._metrics.preempted(num_sequences)
 
     def stepped(self, plan: StepPlan) -> None:
+        num_prompt_tokens = len(plan.prefill.token_ids) if plan.prefill else 0
+        self._step = (plan.num_rows, num_prompt_tokens)
         self._metrics.stepped(plan)
 
     def timed(self, model_seconds: float, step_seconds: float, work_seconds: float) -> None:
-        self._metrics.stepped_in(step_seconds)
+        """What the step took that `stepped` has told of."""
+        self._metrics.stepped_in(step_seconds, *self._step)
         self.busy.add(model_seconds, work_seconds)
 
     def spoiled(self, num_rows: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flask import Blueprint, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from flask import Blueprint, Response, request
 
+from .exposition import expose
 from .http import json_response
 from .service import Service
 
@@ -25,6 +25,8 @@ def ops_routes(service: Service) -> Blueprint:
 
     @routes.get("/metrics")
     def metrics() -> Response:
-        return Response(generate_latest(service.registry), content_type=CONTENT_TYPE_LATEST)
+        accepted = [kind for kind, quality in request.accept_mimetypes if quality > 0]
+        body, content_type = expose(service.exposed, accepted)
+        return Response(body, content_type=content_type, headers={"Vary": "Accept"})
 
     return routes

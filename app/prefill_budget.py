@@ -18,7 +18,8 @@ from .sequence import StepPlan
 _UNIT = 8  # tokens, the least chunk: a smaller one takes hardly less time
 _LARGE = 48  # tokens, from which on a chunk tells nothing of small ones
 _NUM_DECODES = 31  # runs of which the median counts
-_ZONE = 512  # positions for which a token's time is one number
+_ZONE = 512  # positions for which a token's time is one number; a longer prompt is a long one
+_SHORT = 2.0  # times `stall` for a prompt that is not long, for with it that soon ends
 _WEIGHT = 0.4  # of a new chunk in that number
 _GROWTH = 1.5  # from one small chunk to the next, at most
 _TOKENS_PER_DECODE = 16  # read in the time that a row takes to decode: a guess until it is known
@@ -95,7 +96,8 @@ class PrefillBudget:
 
     def _small(self, start: int, num_left: int) -> int:
         """The chunk that takes no longer than each step may be made."""
-        allowed = self._shares * self.stall * statistics.median(self._decodes)
+        stall = self.stall * (_SHORT if start + num_left <= _ZONE else 1.0)
+        allowed = self._shares * stall * statistics.median(self._decodes)
         size = allowed / self._token_seconds(start, is_large=False)
         if self._last_size:
             size = min(size, max(2 * _UNIT, _GROWTH * self._last_size))

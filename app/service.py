@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING
 
 from gevent.event import Event
 from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.registry import Collector
 
 from .access import Line
 from .bridge import Bridge, State
 from .config import Settings, check_folder
 from .drain import Drain
 from .errors import Draining, NotReady
+from .gpu_metrics import GpuMetrics
 from .guard import Guard
 from .key_ring import KeyRing
+from .metric_aliases import Aliased
 from .metrics import Metrics
 from .quota import Quotas
 from .readiness import Readiness
@@ -27,6 +30,7 @@ from .served import Served
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +44,7 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.tracing = _start_tracing(settings.otlp_traces_endpoint)
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.metrics = Metrics(
@@ -47,6 +52,10 @@ class Service:
             slow_step_seconds=settings.slow_step_ms / 1000,
             wait_target_seconds=settings.saturation_wait_seconds,
         )
+        self.gpu = GpuMetrics(self.registry)
+        self.exposed: Collector = self.registry  # what a scrape gets
+        if settings.metrics_aliases == "vllm":
+            self.exposed = Aliased(self.registry, self._model_name)
         self.ended = Event()  # the current engine has
         self.current = self.prepare(settings)
         self.readiness = Readiness(self.check_ready)
@@ -58,6 +67,13 @@ class Service:
         self.drain = Drain(self, settings.pre_drain_seconds, settings.drain_seconds)
         ring = KeyRing(settings.api_keys, settings.api_keys_file, settings.admin_api_key)
         self.guard = Guard(ring, Quotas())
+
+    def _model_name(self) -> str | None:
+        """What answers call the current model; None until that is known."""
+        if names := self.current.settings.served_model_name:
+            return names[0]
+        loaded = self.current.loaded
+        return None if loaded is None else loaded.name
 
     @property
     def bridge(self) -> Bridge:
@@ -120,6 +136,17 @@ class Service:
         engine, loaded = load(graph, served.settings, served.observer, enter)
         served.loaded = loaded
         served.observer.loaded(loaded.info)
+        if loaded.info["device"] == "cuda":
+            self.gpu.watch()
         seconds = round(time.monotonic() - started_at, 1)
         log.info(Line({"message": "loaded", "seconds": seconds} | loaded.info))
         return engine
+
+
+def _start_tracing(endpoint: str) -> Tracing | None:
+    """Without an endpoint nothing of it is imported."""
+    if not endpoint:
+        return None
+    from .tracing import Tracing
+
+    return Tracing(endpoint)

@@ -25,6 +25,7 @@ from app.queue_options import QUEUE_OPTIONS
 from app.served import Served
 from app.service import Service
 from app.text import TextCodec
+from app.tracing_options import TRACING_OPTIONS
 
 from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
@@ -32,7 +33,8 @@ from .tiny_tokenizers import byte_level_tokenizer
 EDGE: dict[str, Any] = {
     str(option.name): option.default
     for option in [
-        *(*EDGE_OPTIONS, *QUEUE_OPTIONS, *METRICS_OPTIONS, *CACHE_OPTIONS, *DEVICE_OPTIONS)
+        *(*EDGE_OPTIONS, *QUEUE_OPTIONS, *METRICS_OPTIONS, *CACHE_OPTIONS, *DEVICE_OPTIONS),
+        *TRACING_OPTIONS,
     ]
 }
 SETTINGS = Settings(

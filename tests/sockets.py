@@ -129,7 +129,8 @@ def serving(app: Any = None, **changes: Any) -> Iterator[Edge]:
 def serving_of(service: Service) -> AbstractContextManager[Edge]:
     """A server of this one, which runs."""
     app = create_app(service)
-    return _started(bind(app, service.settings, service.metrics.rejected))
+    count = service.metrics.rejected
+    return _started(bind(app, service.settings, count, service.tracing))
 
 
 @contextmanager

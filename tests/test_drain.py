@@ -224,12 +224,13 @@ class StubServer(LiveServer):
     module = "tests.stub_server"
 
 
-def stub_server(folder: Path, num_rows: int, **environment: str) -> StubServer:
+def stub_server(folder: Path, num_rows: int, port: int = 0, **environment: str) -> StubServer:
     """With as much of a model's folder as the settings ask for."""
     folder.mkdir()
     (folder / "model.onnx").touch()
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": MAX_LEN}))
-    arguments = ("--max-batch-size", str(num_rows), "--max-model-len", str(MAX_LEN))
+    arguments = ["--max-batch-size", str(num_rows), "--max-model-len", str(MAX_LEN)]
+    arguments += ["--port", str(port)]
     return StubServer(folder, *arguments, **{"STEP_GATE": str(folder / "gate")} | environment)
 
 

@@ -24,6 +24,7 @@ OWN: dict[str, set[str]] = {
     "metrics_options": {"edge_options"},
     "device_options": {"edge_options"},
     "cache_options": {"edge_options"},
+    "tracing_options": {"edge_options"},
     "access": set(),
     "logs": set(),
     "machine": set(),
@@ -51,7 +52,7 @@ OWN: dict[str, set[str]] = {
     "key_options": {"edge_options", "keys"},
     "config": {
         *{"cache_options", "device_options", "edge_options", "errors", "folder", "key_options"},
-        *{"keys", "metrics_options", "queue_options", "record"},
+        *{"keys", "metrics_options", "queue_options", "record", "tracing_options"},
     },
     "kv_cache": {"sequence"},
     "masks": {"sequence"},
@@ -102,7 +103,14 @@ OWN: dict[str, set[str]] = {
     },
     "histogram": set(),
     "metric_families": {"errors", "histogram", "sequence"},
-    "metrics": {"arena", "backlog", "busy", "metric_families", "saturation", "sequence"},
+    "slow_steps": {"access"},
+    "metrics": {
+        *{"arena", "backlog", "busy", "metric_families", "saturation", "sequence", "slow_steps"},
+    },
+    "metric_aliases": {"metric_families"},
+    "exposition": set(),
+    "gpu_driver": set(),
+    "gpu_metrics": {"gpu_driver", "metric_families"},
     "busy": set(),
     "saturation": set(),
     # the engine, its thread, and an answer as it comes out of it
@@ -121,8 +129,12 @@ OWN: dict[str, set[str]] = {
     # HTTP
     "framing": {"config", "errors"},
     "body": {"config", "errors", "framing"},
-    "connection": {"access", "body", "cors", "departure", "direct", "errors", "framing"},
-    "edge": {"config", "connection"},
+    "traced": {"answer"},
+    "tracing": {"answer", "config", "routes", "traced"},
+    "connection": {
+        *{"access", "body", "cors", "departure", "direct", "errors", "framing", "traced"},
+    },
+    "edge": {"config", "connection", "tracing"},
     "fields": {"sequence"},
     "generate_requests": {"fields"},
     "openai_requests": {"fields", "tools"},
@@ -152,7 +164,8 @@ OWN: dict[str, set[str]] = {
     },
     "service": {
         *{"access", "bridge", "config", "drain", "engine", "errors", "graph", "guard", "key_ring"},
-        *{"loading", "metrics", "quota", "readiness", "served"},
+        *{"gpu_metrics", "loading", "metric_aliases", "metrics", "quota", "readiness", "served"},
+        "tracing",
     },
     "switch": {"bridge", "errors", "garbage", "origin", "served", "service"},
     "admin_api": {
@@ -160,7 +173,7 @@ OWN: dict[str, set[str]] = {
     },
     "http": {
         *{"access", "answer", "completion", "config", "departure", "direct", "errors", "limits"},
-        *{"off_hub", "protocol", "replies", "served", "service"},
+        *{"off_hub", "protocol", "replies", "served", "service", "traced"},
     },
     "generate_api": {
         *{"generate_replies", "generate_requests", "http", "limits", "served", "service"},
@@ -169,7 +182,7 @@ OWN: dict[str, set[str]] = {
         *{"errors", "fields", "http", "limits", "openai_replies", "openai_requests", "service"},
         *{"chat", "schema", "served", "tool_calls", "tool_grammar", "tools"},
     },
-    "ops_api": {"http", "service"},
+    "ops_api": {"exposition", "http", "service"},
     "api": {
         *{
             "admin_api",
@@ -192,7 +205,7 @@ OWN: dict[str, set[str]] = {
 DOORS: dict[str, set[str]] = {
     "click": {
         *{"cache_options", "config", "device_options", "edge_options", "key_options"},
-        *{"metrics_options", "queue_options"},
+        *{"metrics_options", "queue_options", "tracing_options"},
     },
     "flask": {
         *{"admin_api", "api", "cors", "docs_page", "edge", "generate_api", "guard", "http"},
@@ -210,20 +223,25 @@ DOORS: dict[str, set[str]] = {
     },
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"cuda", "form", "fused", "model", "runner", "session"},
+    "opentelemetry": {"tracing"},
     "optimum": {"session"},
     "orjson": {"connection", "http", "openai_replies", "passage", "protocol", "replies"},
-    "prometheus_client": {"histogram", "metric_families", "metrics", "ops_api", "service"},
+    "prometheus_client": {
+        *{"exposition", "gpu_metrics", "histogram", "metric_aliases", "metric_families"},
+        *{"metrics", "service"},
+    },
     "psutil": {"machine"},
     "pydantic": {
         *{"fields", "generate_requests", "http", "openai_requests", "openapi", "protocol"},
         *{"keys", "record", "responses", "routes"},
     },
     "pydantic_core": {"protocol"},
+    "pynvml": {"gpu_driver"},
     "pythonjsonlogger": {"logs"},
     "tokenizers": {"detokenizer", "grammar", "plain", "text"},
     "torch": {
         *{"cuda", "device_sampler", "form", "fused", "kv_cache", "model", "portable", "precision"},
-        "runner",
+        *{"gpu_driver", "runner"},
     },
     "transformers": {"ends", "text"},
     "werkzeug": {"api"},

@@ -267,6 +267,27 @@ def test_steps_beyond_the_threshold_are_slow(registry: CollectorRegistry, timed:
     assert value(registry, "slow_steps_total") == 2
 
 
+def test_slow_step_has_a_line_with_what_ran_in_it_and_no_more_than_one_in_ten_seconds(
+    timed: Metrics, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "app.slow_steps")
+    engine = timed.of_engine()
+
+    def step(num_prompt_tokens: int, seconds: float) -> None:
+        engine.stepped(StepPlan([], prefill(num_prompt_tokens), [sequence()] * 3))
+        engine.timed(seconds, seconds, seconds)
+
+    for seconds in (0.05, 0.2, 0.3, 0.01, 0.4):
+        step(5, seconds)
+        clock.now += 1
+    clock.now += 6
+    step(7, 0.06)
+    assert [dict(record.msg) for record in caplog.records] == [  # type: ignore[call-overload]
+        {"message": "slow step", "seconds": 0.2, "rows": 4, "prefill_tokens": 5, "others": 0},
+        {"message": "slow step", "seconds": 0.06, "rows": 4, "prefill_tokens": 7, "others": 2},
+    ]
+
+
 def test_every_step_is_in_the_histogram(registry: CollectorRegistry, timed: Metrics) -> None:
     engine = timed.of_engine()
     for seconds in (0.25, 0.5):

@@ -206,6 +206,13 @@ def test_more_may_be_added_while_more_prompts_wait_than_streams_are_open() -> No
     assert nums[2] <= nums[0] / 2
 
 
+def test_short_prompt_may_stall_streams_twice_as_much_as_a_long_one() -> None:
+    simulation = spent()
+    simulation.decode(1)  # sizes grow slowly behind a chunk
+    take = simulation.budget.take
+    assert take(0, 512, 8) >= 1.6 * take(0, 513, 8) > 0
+
+
 def test_short_rest_is_read_at_once() -> None:
     take = spent().budget.take
     size = next(size for size in range(8, MAX_CHUNK, 8) if take(0, size + 8, 8) < size + 8)

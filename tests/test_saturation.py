@@ -82,9 +82,9 @@ def test_one_user_on_sixteen_rows_never_reads_more_than_a_tenth() -> None:
     with serving() as (service, server, gate):
         gate.is_open = True
         seen = [told(service)]
-        job = gevent.spawn(ask, server, prompt="a b c d", max_tokens=40, ignore_eos=True)
+        job = gevent.spawn(ask, server, prompt="a b c d", max_tokens=30, ignore_eos=True)
         while not job.ready():
-            gevent.sleep(0.0005)
+            gevent.sleep(0.005)
             seen.append(told(service))
         assert job.get().status == 200
         until(service.is_idle)
