@@ -8,10 +8,13 @@ without one, so they are known by name, here alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+
+from .live import LiveServer
 
 GPU_METRICS = frozenset(
     f"phi_serve_gpu_{name}"
@@ -26,19 +29,8 @@ _LABEL_LIST = re.compile(r"\b(by|without|on|ignoring|group_left|group_right)\s*\
 _IDENTIFIER = re.compile(r"(?<![\w:.$])[a-zA-Z_:][\w:]*(?!\s*\()(?![\w:])")
 _WORDS = frozenset(
     [
-        "and",
-        "or",
-        "unless",
-        "bool",
-        "offset",
-        "by",
-        "without",
-        "on",
-        "ignoring",
-        "group_left",
-        "group_right",
-        "inf",
-        "nan",
+        *("and", "or", "unless", "bool", "offset", "by", "without", "on", "ignoring"),
+        *("group_left", "group_right", "inf", "nan"),
     ]
 )
 
@@ -71,6 +63,14 @@ def served(scrape: str) -> dict[str, list[dict[str, str]]]:
     return found
 
 
-def unknown(names: set[str], scrape: str, recorded: Any = ()) -> set[str]:
+def unknown(names: set[str], scrape: str, recorded: Iterable[str] = ()) -> set[str]:
     """Those of `names` that neither the scrape, a GPU, Prometheus nor a recording rule has."""
     return names - served(scrape).keys() - GPU_METRICS - PROMETHEUS_OWN - set(recorded)
+
+
+@cache
+def real_scrape(folder: Path) -> str:
+    """`/metrics` of a real server, over HTTP, that serves this model folder and has answered."""
+    with LiveServer(folder, "--threads", "1") as server:
+        server.wait_ready().generate("all that there is", max_tokens=4)
+        return server.get("/metrics").text
