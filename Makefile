@@ -2,6 +2,7 @@
 # make test    set up, run all tests
 # make setup   the virtual environment alone      make model   the default model alone
 # make lint    ruff and mypy                      make bench   measure a running server
+# make lint-image  the Dockerfiles, deploy/ and every pinned version      make sbom  into sbom/
 # make faults  every fault at every place: minutes
 # make baseline  first token, tokens/s and memory, plain against quantized: minutes
 
@@ -21,11 +22,13 @@ TORCH ?= torch==2.13.0
 endif
 
 BIN := $(VENV)/bin
+# Its own environment: the linters' packages are not the server's.
+LINT := .venv-lint
 DEFAULT_MODEL := models/default/quantization.json
 export ORT_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test faults setup model lint bench baseline clean
+.PHONY: run test faults setup model lint lint-image sbom bench baseline clean
 .DELETE_ON_ERROR:
 
 # With MODEL_PATH=FOLDER that folder is served, and no default model is prepared.
@@ -43,6 +46,14 @@ lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+lint-image: $(VENV)/.dev-installed $(LINT)/.installed
+	LINT=$(LINT) KUBECTL=$(BIN)/kubectl scripts/lint_image.sh
+	$(BIN)/python scripts/check_pins.py
+
+# The packages of each image; sbom/ is not kept in git.
+sbom: $(VENV)/.dev-installed $(LINT)/.installed
+	LINT=$(LINT) UV=$(BIN)/uv scripts/sbom.sh sbom
 
 setup: $(VENV)/.dev-installed
 
@@ -69,9 +80,14 @@ $(VENV)/.dev-installed: $(VENV)/.run-installed requirements-dev.txt requirements
 	$(BIN)/python -m pip install -r requirements-dev.txt
 	touch $@
 
+$(LINT)/.installed: requirements-lint.txt
+	$(LINT)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(LINT)
+	$(LINT)/bin/python -m pip install -r requirements-lint.txt
+	touch $@
+
 # Not rebuilt when the environment changes: the folder says what made it.
 $(DEFAULT_MODEL): | $(VENV)/.run-installed
 	$(BIN)/python -m quantize default --output models/default
 
 clean:
-	rm -rf .venv .venv-gpu models .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-gpu .venv-lint sbom models .mypy_cache .pytest_cache .ruff_cache

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_DYNAMIC = re.compile(r"\((NEEDED|SONAME|RPATH|RUNPATH)\).*\[(.*)\]")
+_DYNAMIC = re.compile(r"\((NEEDED|SONAME)\).*\[(.*)\]")
 # Num: Value Size Type Bind Vis Ndx Name[@VERSION or @@VERSION], perhaps with the version's number.
 _SYMBOL = re.compile(r"^\s*\d+: \S+ +\S+ +\S+ +(\S+) +\S+ +(?:\[.*\] +)?(\S+) +(\S+)")
 
@@ -19,7 +19,6 @@ class Library:
     path: Path
     soname: str
     needed: list[str] = field(default_factory=list)
-    search: list[Path] = field(default_factory=list)
     undefined: set[tuple[str, str]] = field(default_factory=set)
     defined: set[tuple[str, str]] = field(default_factory=set)
 
@@ -31,23 +30,15 @@ def read_library(path: Path) -> Library:
     library = Library(path, path.name)
     for line in process.stdout.splitlines():
         if found := _DYNAMIC.search(line):
-            _add_entry(library, *found.groups())
+            if found[1] == "NEEDED":
+                library.needed.append(found[2])
+            else:
+                library.soname = found[2]
         elif found := _SYMBOL.match(line):
             _add_symbol(library, *found.groups())
     if process.returncode or not library.defined | library.undefined:
         raise ValueError(f"{path} has no dynamic symbols: {process.stderr.strip()}")
     return library
-
-
-def _add_entry(library: Library, tag: str, value: str) -> None:
-    if tag == "NEEDED":
-        library.needed.append(value)
-    elif tag == "SONAME":
-        library.soname = value
-    else:
-        folder = library.path.resolve().parent
-        parts = [part.replace("$ORIGIN", str(folder)) for part in value.split(":")]
-        library.search += [Path(part) for part in parts if part]
 
 
 def _add_symbol(library: Library, bind: str, section: str, name: str) -> None:
