@@ -7,7 +7,7 @@
 ARG BASE_DEVEL=pytorch/pytorch:2.6.0-cuda12.4-cudnn9-devel
 ARG BASE_RUNTIME=pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime
 
-# A Hugging Face folder that is to be quantized: --build-context source=DIR --build-arg MODEL_ID=/source
+# Where a model to be quantized lies: --build-context source=DIR --build-arg MODEL_ID=/source/NAME
 FROM scratch AS source
 COPY LICENSE /
 
@@ -91,3 +91,6 @@ ENTRYPOINT ["python", "-m", "app"]
 
 FROM runtime AS with-model
 COPY --chmod=755 --from=model / /models/default/
+
+# What a build without --target gives.
+FROM runtime AS default

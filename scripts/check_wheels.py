@@ -2,9 +2,9 @@
 
     python scripts/check_wheels.py
 
-The CPU and the GPU wheel own the same import name: the later one overwrites the earlier one's files,
-and which of them then serves is a matter of luck. A second torch means that an image's own, with its
-CUDA libraries, was not good enough for pip: gigabytes twice.
+The CPU and the GPU wheel own the same import name: the later one overwrites the earlier one's
+files, and which of them then serves is a matter of luck. A second torch means that an image's own,
+with its CUDA libraries, was not good enough for pip: gigabytes twice.
 """
 
 import importlib.metadata
