@@ -96,6 +96,7 @@ make_base() {
     echo "$PYTHON is not a Python $python, which $SUITE has: its wheels would not fit" >&2
     exit 2
   fi
+  [ "$DOCKERFILE" = Dockerfile ] || return 0  # the others bring torch themselves
   mkdir -p "$work/base"
   cat >"$work/base/Dockerfile" <<-END
 	FROM localhost/phi-serve:debian
