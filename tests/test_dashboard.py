@@ -136,3 +136,10 @@ def test_datasource_and_variables_are_those_that_are_provisioned() -> None:
     assert all(panel["datasource"] == wanted for panel in PANELS)
     for name in ("job", "instance"):
         assert re.fullmatch(r"label_values\(phi_serve_ready.*\)", VARIABLES[name]["definition"])
+
+
+def test_all_is_all_of_ours_not_whatever_prometheus_scrapes() -> None:
+    """`up` and `process_...` are of every target: a value of their own for `all` would match those."""
+    for name in ("job", "instance"):
+        assert VARIABLES[name]["includeAll"]
+        assert "allValue" not in VARIABLES[name]
