@@ -31,6 +31,10 @@ _GIVE_UP_SECONDS = 60.0
 _PACE_SECONDS = 0.005
 TOGETHER = -1000  # a priority that nothing else asks for
 _NUM_IDS = 97  # the stub model's
+_INFO = {
+    **dict.fromkeys(("model", "precision", "form", "provider"), "stub"),
+    "device_fallback": False,
+}
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -89,11 +93,12 @@ class StubServer(Service):
             max_model_len=max_len,
             vocab_size=_NUM_IDS,
             created_at=0,
-            info={},
+            info=_INFO,
             chat=None,
             grammars=None,
         )
         served.loaded = loaded
+        served.observer.loaded(_INFO)
         gate = Path(os.environ.get("STEP_GATE", os.devnull))
 
         def change(plan: StepPlan, logits: Any) -> None:
