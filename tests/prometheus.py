@@ -65,9 +65,9 @@ class Prometheus:
         assert answer["status"] == "success", answer
         return answer["data"]
 
-    def ask(self, expression: str, **parameters: Any) -> list[tuple[dict[str, str], float]]:
-        """Labels and value of each series now, or at `time`."""
-        found = self.get("query", query=expression, **parameters)["result"]
+    def ask(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of each series now."""
+        found = self.get("query", query=expression)["result"]
         return [(each["metric"], float(each["value"][1])) for each in found]
 
     def value(self, expression: str) -> float:
