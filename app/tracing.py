@@ -90,7 +90,7 @@ class Tracing:
         thread.join(FLUSH_SECONDS)
         if thread.is_alive():
             log.warning("spans are lost: they could not be sent within %s s", FLUSH_SECONDS)
-            self._exporter.shutdown()  # it tries again no more
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]  # it tries no more
 
     def _tell(
         self, line: dict[str, Any], fields: Iterable[tuple[str, str]], traced: Traced

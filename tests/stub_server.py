@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import app.service
 from app.__main__ import main
@@ -113,9 +113,14 @@ class StubServer(Service):
         return engine
 
 
-if __name__ == "__main__":
-    app.service.Service = StubServer  # type: ignore[misc]
+def run(service: type[Service]) -> NoReturn:
+    """`python -m app` with this in the place of its own."""
+    app.service.Service = service  # type: ignore[misc]
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    run(StubServer)
