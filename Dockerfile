@@ -4,6 +4,7 @@
 #   docker build --target with-model --build-arg MODEL_ID=org/name -t phi-serve:name .
 #   docker build --target with-model --build-context model=DIR -t phi-serve:name .
 # Only what Debian's buildah builds, too: scripts/image_test.sh.
+# The bases have the same Python, at the same place, and the same torch.
 ARG BASE_DEVEL=pytorch/pytorch:2.6.0-cuda12.4-cudnn9-devel
 ARG BASE_RUNTIME=pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime
 
@@ -11,15 +12,30 @@ ARG BASE_RUNTIME=pytorch/pytorch:2.6.0-cuda12.4-cudnn9-runtime
 FROM scratch AS source
 COPY LICENSE /
 
-FROM ${BASE_DEVEL} AS builder
+# Beside the base's torch, what the server imports: no pip, no tests, nothing of the build.
+FROM ${BASE_RUNTIME} AS dependencies
 ARG REQUIREMENTS=requirements-gpu.txt
+# requirements-tracing.txt, where OTLP_TRACES_ENDPOINT is to be set.
+ARG MORE_REQUIREMENTS=
 WORKDIR /build
 COPY requirements*.txt ./
-# torch is the base's. The last list is complete as it is, and asks for the other ONNX Runtime.
 RUN --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=bind,source=scripts/check_wheels.py,target=/tmp/check_wheels.py \
     python3 -m venv --system-site-packages --without-pip /opt/venv \
     && python3 -m pip --python /opt/venv/bin/python install -r "${REQUIREMENTS}" \
-    && python3 -m pip --python /opt/venv/bin/python install --no-deps -r requirements-build.txt
+        ${MORE_REQUIREMENTS:+-r "${MORE_REQUIREMENTS}"} \
+    && /opt/venv/bin/python /tmp/check_wheels.py \
+    && find /opt/venv -type d \( -name test -o -name tests \) -prune -exec rm -rf {} + \
+    && chmod -R go-w /opt/venv
+
+# The server's own packages, and the exporter's: that list is complete as it is, and by its
+# dependencies it would ask for the other ONNX Runtime.
+FROM ${BASE_DEVEL} AS builder
+WORKDIR /build
+COPY requirements-build.txt ./
+COPY --from=dependencies /opt/venv /opt/venv
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python3 -m pip --python /opt/venv/bin/python install --no-deps -r requirements-build.txt
 ENV PATH=/opt/venv/bin:${PATH} ORT_DISABLE_TELEMETRY=1 HF_HUB_DISABLE_TELEMETRY=1
 COPY quantize quantize
 ARG MODEL_ID=microsoft/Phi-3-mini-4k-instruct
@@ -37,19 +53,6 @@ RUN --mount=type=secret,id=hf_token \
 # The model folder by itself, so that --build-context model=DIR can take its place.
 FROM scratch AS model
 COPY --from=builder /models/default/ /
-
-# Beside the base's torch, what the server imports: no pip, no tests, nothing of the build.
-FROM ${BASE_RUNTIME} AS dependencies
-ARG REQUIREMENTS=requirements-gpu.txt
-WORKDIR /build
-COPY requirements*.txt ./
-RUN --mount=type=cache,target=/root/.cache/pip \
-    --mount=type=bind,source=scripts/check_wheels.py,target=/tmp/check_wheels.py \
-    python3 -m venv --system-site-packages --without-pip /opt/venv \
-    && python3 -m pip --python /opt/venv/bin/python install -r "${REQUIREMENTS}" \
-    && /opt/venv/bin/python /tmp/check_wheels.py \
-    && find /opt/venv -type d \( -name test -o -name tests \) -prune -exec rm -rf {} + \
-    && chmod -R go-w /opt/venv
 
 # Readable by any user, whatever the umask of the checkout was, and compiled: nobody could write it.
 FROM ${BASE_RUNTIME} AS code
