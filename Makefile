@@ -3,6 +3,8 @@
 # make setup   the virtual environment alone      make model   the default model alone
 # make lint    ruff and mypy                      make bench   measure a running server
 # make faults  every fault at every place: minutes
+# make image   build the Dockerfile (TARGET=runtime|with-model, IMAGE=name, BUILD_OPTIONS=...)
+# make image-test  build it without Docker or GPU on stand-in bases, check what it claims: minutes
 # make baseline  first token, tokens/s and memory, plain against quantized: minutes
 
 PYTHON ?= python3
@@ -25,7 +27,13 @@ DEFAULT_MODEL := models/default/quantization.json
 export ORT_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: run test faults setup model lint bench baseline clean
+# Docker, or podman (which keeps a HEALTHCHECK in Docker's format only).
+ENGINE ?= $(firstword $(notdir $(shell command -v docker podman)))
+export BUILDAH_FORMAT := docker
+IMAGE ?= phi-serve:latest
+TARGET ?= runtime
+
+.PHONY: run test faults setup model lint bench baseline image image-test clean
 .DELETE_ON_ERROR:
 
 # With MODEL_PATH=FOLDER that folder is served, and no default model is prepared.
@@ -56,6 +64,14 @@ baseline: $(VENV)/.run-installed $(DEFAULT_MODEL)
 	$(BIN)/python scripts/compare_baseline.py $(BASELINE_OPTIONS) \
 		--page docs/measurements/plain-against-quantized.md \
 		--json docs/measurements/plain-against-quantized.json
+
+image:
+	$(if $(ENGINE),,$(error neither docker nor podman is here))
+	$(ENGINE) build --target $(TARGET) --tag $(IMAGE) \
+		--build-arg REVISION=$(shell git rev-parse HEAD) $(BUILD_OPTIONS) .
+
+image-test: $(VENV)/.run-installed $(DEFAULT_MODEL)
+	PYTHON=$(BIN)/python TORCH=$(TORCH) scripts/image_test.sh
 
 # A stamp is written last, so an interrupted installation is taken up again.
 $(VENV)/.run-installed: requirements.txt $(RUNTIME) requirements-build.txt
