@@ -56,6 +56,8 @@ def main() -> int:
     tell_hub_errors(gevent.get_hub())
     service = Service(settings)
     status = _serve(service)
+    if service.tracing is not None:
+        service.tracing.close()
     log.info("ended with status %d%s", status, _told_of_drain(service))
     return status
 
@@ -95,7 +97,7 @@ def _bind(service: Service) -> dict[str, Edge] | None:
     settings, count = service.settings, service.metrics.rejected
     names = f"HOST={settings.host} PORT={settings.port}"
     try:
-        servers = {"listening": bind(create_app(service), settings, count)}
+        servers = {"listening": bind(create_app(service), settings, count, service.tracing)}
         names = f"OPS_HOST={settings.ops_host} OPS_PORT={settings.ops_port}"
         if (ops := bind_ops(create_ops_app(service), settings, count)) is not None:
             servers["health and metrics"] = ops

@@ -24,6 +24,7 @@ from .keys import BadKeys, Key, check_apart, parse_file, read_file
 from .metrics_options import METRICS_OPTIONS
 from .queue_options import QUEUE_OPTIONS
 from .record import read_record
+from .tracing_options import TRACING_OPTIONS
 
 VERSION = "0.1.0"  # pyproject's: a checkout is not installed, so nothing else could tell
 
@@ -76,6 +77,7 @@ class Settings:
     kv_idle_seconds: int
     prefix_cache: bool
     max_gpu_memory_bytes: int
+    otlp_traces_endpoint: str  # empty: no tracing
     api_keys: tuple[Key, ...]
     api_keys_file: Path | None
     cors_origins: tuple[str, ...]
@@ -115,6 +117,11 @@ def _check(**values: Any) -> Settings:
     settings = Settings(**values)
     _check_keys(settings)
     _check_ports(settings)
+    if settings.device == "cpu" and settings.max_gpu_memory_bytes:
+        raise click.BadParameter(
+            f"{settings.max_gpu_memory_bytes} bounds a GPU's memory, and DEVICE=cpu uses none.",
+            param_hint="'--max-gpu-memory-bytes' (env var: 'MAX_GPU_MEMORY_BYTES')",
+        )
     try:
         check_folder(settings)
     except WrongSetting as error:
@@ -357,6 +364,7 @@ OPTIONS: list[click.Parameter] = [
     *METRICS_OPTIONS,
     *CACHE_OPTIONS,
     *DEVICE_OPTIONS,
+    *TRACING_OPTIONS,
     *KEY_OPTIONS,
 ]
 

@@ -27,6 +27,7 @@ from .cors import Cors
 from .departure import ENVIRON_KEY, Departure
 from .errors import ServeError, TooManyConnections
 from .framing import Head, Reader, next_turn, read_fields, read_request_line
+from .traced import TRACED, Traced
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
         self.is_spare = is_spare
         self.head: Head | None = None
         self.note: dict[str, Any] = {}
+        self.traced: Traced | None = None
         self.has_left = False
         self.is_refused = False
         self.is_idle = True
@@ -80,6 +82,7 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
     def _serve_one(self, idle_seconds: float) -> bool:
         """May another request follow?"""
         self.head, self.note, self.is_refused = None, {}, False
+        self.traced = Traced() if self.server.tracing is not None else None
         self.is_idle = True
         if not self.rfile.wait(time.monotonic() + self._seconds(idle_seconds)):
             return False
@@ -120,6 +123,8 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
         if head.host is not None:
             environ["HTTP_HOST"] = head.host
         self.wsgi_input = Body(self.rfile, head, self.settings, self._send_continue)
+        if self.traced is not None:
+            environ[TRACED] = self.traced
         return environ | {
             "REQUEST_METHOD": head.method,
             "SCRIPT_NAME": "",
@@ -233,16 +238,24 @@ class Connection(WSGIHandler):  # type: ignore[misc]  # gevent.pywsgi has no typ
 
     def _log(self, status: int) -> None:
         request_id = self.note.pop("request_id", None) or uuid.uuid4().hex
-        tell(
-            request_id=request_id,
-            method=self.head.method if self.head else None,
-            path=self.head.path if self.head else None,
-            status=499 if self.has_left else status,
-            num_bytes=self.response_length,
-            seconds=time.monotonic() - self.time_start,
-            client=self._client(),
-            note=self.note,
-        )
+        line: dict[str, Any] = {
+            "request_id": request_id,
+            "method": self.head.method if self.head else None,
+            "path": self.head.path if self.head else None,
+            "status": 499 if self.has_left else status,
+            "num_bytes": self.response_length,
+            "seconds": time.monotonic() - self.time_start,
+            "client": self._client(),
+            "note": self.note,
+        }
+        if self.traced is not None:
+            self._trace(line, self.traced)
+        tell(**line)
+
+    def _trace(self, line: dict[str, Any], traced: Traced) -> None:
+        if self.head is not None and self.head.method == "POST":  # it carries work
+            self.note["trace_id"] = self.server.tracing.tell(line, self.head.fields, traced)
+        traced.answer = None  # the environ stays until the next request
 
     def _client(self) -> str | None:
         address = self.client_address

@@ -109,6 +109,7 @@ class Regular:
         self._due: list[tuple[float, int, _Call]] = []  # a heap
         self._numbers = itertools.count()  # of those that are due together, the first first
         self._timer: Any = None
+        self._timer_due_at = 0.0
 
     @contextmanager
     def calling(self, function: Callable[[], object], seconds: float) -> Iterator[None]:
@@ -125,11 +126,16 @@ class Regular:
         heapq.heappush(self._due, (self._clock() + call.seconds, next(self._numbers), call))
 
     def _set_timer(self, at_least: float = 0.0) -> None:
-        if self._timer is None and self._due:
-            self._timer = gevent.get_hub().loop.timer(
-                max(at_least, self._due[0][0] - self._clock())
-            )
-            self._timer.start(self._turn)
+        if not self._due:
+            return
+        due_at = self._due[0][0]
+        if self._timer is not None:
+            if self._timer_due_at <= due_at:
+                return
+            self._timer.close()  # it was set for a later one
+        self._timer_due_at = due_at
+        self._timer = gevent.get_hub().loop.timer(max(at_least, due_at - self._clock()))
+        self._timer.start(self._turn)
 
     def _turn(self) -> None:
         self._timer.close()

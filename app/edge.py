@@ -18,6 +18,7 @@ from .connection import Connection
 
 if TYPE_CHECKING:
     from .config import Settings
+    from .tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +27,21 @@ _SPARE_FILES = 256  # beside connections: the model's files, libraries, the log
 
 
 class Edge(WSGIServer):  # type: ignore[misc]  # gevent.pywsgi has no types
-    """The server. `count` hears the code of every error that the app does not answer itself."""
+    """The server. `count` hears the code of every error that the app does not answer itself,
+    `tracing` of every request that has ended."""
 
     is_stopping = False
 
-    def __init__(self, app: Flask, settings: Settings, count: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        app: Flask,
+        settings: Settings,
+        count: Callable[[str], None],
+        tracing: Tracing | None = None,
+    ) -> None:
         self.settings = settings
         self.count = count
+        self.tracing = tracing
         self.max_connections = _max_connections(settings)
         self.open: set[Connection] = set()
         super().__init__(
@@ -69,9 +78,14 @@ class Edge(WSGIServer):  # type: ignore[misc]  # gevent.pywsgi has no types
         super().stop(timeout)
 
 
-def bind(app: Flask, settings: Settings, count: Callable[[str], None] = lambda code: None) -> Edge:
+def bind(
+    app: Flask,
+    settings: Settings,
+    count: Callable[[str], None] = lambda code: None,
+    tracing: Tracing | None = None,
+) -> Edge:
     """A server that listens already; it accepts once started. Raises OSError."""
-    server = Edge(app, settings, count)
+    server = Edge(app, settings, count, tracing)
     server.init_socket()
     return server
 

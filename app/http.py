@@ -24,6 +24,7 @@ from .protocol import parse
 from .replies import guarded, keep_alive, num_made, summary
 from .served import Ask, Served
 from .service import Service
+from .traced import TRACED, Traced
 
 if TYPE_CHECKING:
     from .answer import Answer
@@ -81,7 +82,11 @@ def read_request(model: type[M], settings: Settings) -> M:
     body = _read_body(settings.max_body_bytes)
     g.departure.watch()
     g.departure.check()
-    return parse(model, body, settings.max_json_depth)
+    asked = parse(model, body, settings.max_json_depth)
+    if (traced := _traced()) is not None:
+        traced.model = getattr(asked, "model", None)
+        traced.is_stream = bool(getattr(asked, "stream", None))
+    return asked
 
 
 def read_deadline(timeout_ms: int | None, settings: Settings) -> float | None:
@@ -115,7 +120,7 @@ def json_response(fields: dict[str, Any], status: int = 200) -> Response:
 
 
 def send_whole(answer: Answer, frame: Callable[[Iterable[Indexed]], dict[str, Any]]) -> Response:
-    _meter(answer)
+    _enter(answer)
     try:
         return json_response(frame(answer))
     finally:
@@ -137,7 +142,7 @@ def send_stream(
     outlet: Outlet | None = request.environ.get(direct.ENVIRON_KEY)
     if outlet is not None:
         answer.write_to(outlet, frame_running)
-    _meter(answer)
+    _enter(answer)
     try:
         if answer.begins(KEEP_ALIVE_SECONDS):
             deltas = iter(answer)
@@ -197,10 +202,18 @@ def note(**fields: Any) -> None:
     request.environ.setdefault(NOTE, {}).update(fields)
 
 
-def _meter(answer: Answer) -> None:
-    """Charges its tokens to the key that asks, if there is one."""
+def _enter(answer: Answer) -> None:
+    """Charges its tokens to the key that asks, if there is one, and lets a span be made of it, if
+    there are any."""
     if (lease := g.get("lease")) is not None:
         lease.meter(lambda: num_made(answer))
+    if (traced := _traced()) is not None:
+        traced.answer, traced.served_model = answer, g.served.model_names[0]
+
+
+def _traced() -> Traced | None:
+    traced: Traced | None = request.environ.get(TRACED)
+    return traced
 
 
 def _tell(answer: Answer) -> None:

@@ -98,6 +98,8 @@ class OnnxModel:
         model.warnings += context_warnings(folder, context_length)
         model.warnings += window_warnings(folder, graph, context_length)
         model.warnings += filter(None, [model.mismatch])
+        if max_gpu_bytes and model.device.type == "cpu":
+            model.warnings.append("MAX_GPU_MEMORY_BYTES bounds nothing: this is the CPU")
         for warning in model.warnings:
             log.warning(warning)
         return model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
+
 from flask import Blueprint, Response, request
 
 from .exposition import expose
@@ -25,7 +27,9 @@ def ops_routes(service: Service) -> Blueprint:
 
     @routes.get("/metrics")
     def metrics() -> Response:
-        accepted = [kind for kind, quality in request.accept_mimetypes if quality > 0]
+        # Werkzeug has those with the most parameters first.
+        ranked = sorted(request.accept_mimetypes, key=itemgetter(1), reverse=True)
+        accepted = [kind for kind, quality in ranked if quality > 0]
         body, content_type = expose(service.exposed, accepted)
         return Response(body, content_type=content_type, headers={"Vary": "Accept"})
 

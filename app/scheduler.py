@@ -214,6 +214,10 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.num_preemptions += 1
         self._waiting.put_back(sequence)
+        if sequence.num_cached == sequence.num_reused and not sequence.output_ids:
+            # In its first step: what the cache had of its prompt has spared it nothing.
+            self._waiting.charge(sequence.owner, sequence.num_reused)
+            sequence.num_reused = 0
 
     def _has_free_row(self) -> bool:
         return self._slots.num_running < self._limit.value

@@ -30,6 +30,7 @@ from .served import Served
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.tracing = _start_tracing(settings.otlp_traces_endpoint)
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.metrics = Metrics(
@@ -139,3 +141,12 @@ class Service:
         seconds = round(time.monotonic() - started_at, 1)
         log.info(Line({"message": "loaded", "seconds": seconds} | loaded.info))
         return engine
+
+
+def _start_tracing(endpoint: str) -> Tracing | None:
+    """Without an endpoint nothing of it is imported."""
+    if not endpoint:
+        return None
+    from .tracing import Tracing
+
+    return Tracing(endpoint)

@@ -157,7 +157,8 @@ def soak(
     summary = summarize(tally, sampler, warm_up, start, end)
     grown = summary["growth_behind_warm_up"]["anonymous_mib"]
     early = [s["threads"] for s in sampler.samples if "threads" in s and s["seconds"] <= warm_up]
-    check_process(tally, start | {"threads": max(early, default=0)}, end, grown, max_slope)
+    most = max(early, default=start.get("threads", 0))
+    check_process(tally, start | {"threads": most}, end, grown, max_slope)
     if watched.log is not None:
         check_log(tally, watched.log)
     return summary | {"failures": tally.failures, "num_failures": tally.num_failures}

@@ -134,7 +134,7 @@ def failing_after(event: threading.Event) -> Callable[[StepPlan], None]:
 
     def fail(plan: StepPlan) -> None:
         if plan.decode:
-            assert event.wait(20)
+            assert event.wait(60)
             raise RuntimeError("the device is lost")
 
     return fail
@@ -144,6 +144,6 @@ def waiting_for(event: threading.Event) -> Callable[[StepPlan], None]:
     """Every step waits for it."""
 
     def wait(plan: StepPlan) -> None:
-        assert event.wait(20)
+        assert event.wait(60)
 
     return wait

@@ -216,7 +216,7 @@ def loaded_service(folder: Path, *arguments: str) -> Service:
         while service.bridge.state is State.LOADING:
             gevent.sleep(0.01)
     service.bridge.request_stop()
-    assert service.bridge.ended.wait(20)
+    assert service.bridge.ended.wait(60)
     return service
 
 

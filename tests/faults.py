@@ -269,7 +269,7 @@ class Rig:
         client.send(ask[0], **(ask[1] | more))
 
     def read(self, client: Client) -> Ending:
-        with gevent.Timeout(20):
+        with gevent.Timeout(60):
             self.endings.append(ending := _read(client))
         return ending
 
@@ -277,6 +277,28 @@ class Rig:
         with Client(self.port) as client:
             self.send(client, ask, **more)
             return self.read(client)
+
+    @contextmanager
+    def hold_until_submitted(self, num_sequences: int) -> Iterator[None]:
+        """The engine, which is idle, takes no step until it has so many: who runs beside whom does
+        not depend on how soon clients get a turn."""
+        until(self.is_quiet)
+        bridge: Any = self.service.bridge
+        engine, num_before = bridge._engine, len(self.sequences)
+
+        def are_all_there() -> bool:  # it is asked where the engine would take up more
+            return len(self.sequences) - num_before + bridge._inbox.qsize() >= num_sequences
+
+        def step() -> Any:
+            hold_until(are_all_there)
+            del engine.step  # from here on it is its own again
+            return engine.step()
+
+        engine.step = step
+        try:
+            yield
+        finally:
+            vars(engine).pop("step", None)
 
     def send_timed(self, client: Client, ask: Ask, milliseconds: int) -> None:
         """With the header that every route knows."""
@@ -334,7 +356,7 @@ class Rig:
 
     def _check_no_more(self) -> None:
         """No file, watcher or timer of the loop, or thread, than when it settled."""
-        for _ in range(500):  # no `until`: its own timers would be counted
+        for _ in range(10_000):  # no `until`: its own timers would be counted
             now = _files(), _watchers(), _threads()
             if all(map(int.__le__, now, self._most)):
                 return

@@ -25,6 +25,7 @@ from app.queue_options import QUEUE_OPTIONS
 from app.served import Served
 from app.service import Service
 from app.text import TextCodec
+from app.tracing_options import TRACING_OPTIONS
 
 from .engines import STUB_VOCAB, StubModel, loaded_model, stub_engine
 from .tiny_tokenizers import byte_level_tokenizer
@@ -32,7 +33,8 @@ from .tiny_tokenizers import byte_level_tokenizer
 EDGE: dict[str, Any] = {
     str(option.name): option.default
     for option in [
-        *(*EDGE_OPTIONS, *QUEUE_OPTIONS, *METRICS_OPTIONS, *CACHE_OPTIONS, *DEVICE_OPTIONS)
+        *(*EDGE_OPTIONS, *QUEUE_OPTIONS, *METRICS_OPTIONS, *CACHE_OPTIONS, *DEVICE_OPTIONS),
+        *TRACING_OPTIONS,
     ]
 }
 SETTINGS = Settings(
@@ -65,6 +67,7 @@ SETTINGS = Settings(
     cors_origins=(),
 )
 CONTEXT = 64
+GIVE_UP_SECONDS = 60  # what comes at once where nothing is wrong; a busy machine may take long
 CODEC = TextCodec(byte_level_tokenizer(), frozenset())
 
 S = TypeVar("S", bound=Service)
@@ -103,19 +106,19 @@ def running(service: S) -> Iterator[S]:
         yield service
     finally:
         service.bridge.request_stop()
-        assert service.bridge.ended.wait(20)
+        assert service.bridge.ended.wait(GIVE_UP_SECONDS)
 
 
 def until(condition: Callable[[], object]) -> None:
     """On the hub, which turns meanwhile."""
-    with gevent.Timeout(20):
+    with gevent.Timeout(GIVE_UP_SECONDS):
         while not condition():
             gevent.sleep(0.001)
 
 
 def hold_until(condition: Callable[[], object]) -> None:
     """Likewise, on the engine thread: where it raises, the step fails, and so do its requests."""
-    give_up_at = time.monotonic() + 20
+    give_up_at = time.monotonic() + GIVE_UP_SECONDS
     while not condition():
         assert time.monotonic() < give_up_at, "waited in vain"
         time.sleep(0.001)

@@ -118,7 +118,7 @@ class Client:
 def serving(app: Any = None, **changes: Any) -> Iterator[Edge]:
     """A server of a stub service, or of another app; `changes` are settings."""
     settings = replace(SETTINGS, **changes)
-    with gevent.Timeout(60), ExitStack() as stack:
+    with gevent.Timeout(250), ExitStack() as stack:
         if app is None:
             service = stack.enter_context(running(StubService(settings)))
             yield stack.enter_context(serving_of(service))
@@ -126,10 +126,10 @@ def serving(app: Any = None, **changes: Any) -> Iterator[Edge]:
             yield stack.enter_context(_started(bind(app, settings)))
 
 
-def serving_of(service: Service) -> AbstractContextManager[Edge]:
-    """A server of this one, which runs."""
-    app = create_app(service)
-    return _started(bind(app, service.settings, service.metrics.rejected))
+def serving_of(service: Service, **changes: Any) -> AbstractContextManager[Edge]:
+    """A server of this one, which runs; `changes` are settings of the edge."""
+    app, settings = create_app(service), replace(service.settings, **changes)
+    return _started(bind(app, settings, service.metrics.rejected, service.tracing))
 
 
 @contextmanager

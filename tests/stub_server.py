@@ -1,9 +1,9 @@
 """`python -m tests.stub_server`: `python -m app` on a stub engine, which waits for files.
 
 `LOAD_GATE` holds the load until the file exists. `STEP_GATE` holds the steps of a full batch; until
-then each step takes 5 ms, so that one prompt a step is as fast as clients come. With `DEATH_GATE`
-there is no engine but one that dies behind that gate. Nothing of torch, transformers or ONNX
-Runtime is imported, which would take seconds.
+then each step takes 5 ms, and where all that run have the priority `TOGETHER`, it waits for the
+others, however late they come. With `DEATH_GATE` there is no engine but one that dies behind that
+gate. Nothing of torch, transformers or ONNX Runtime is imported, which would take seconds.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import app.service
 from app.__main__ import main
+from app.config import Settings
 from app.detokenizer import Detokenizer
 from app.served import Served
 from app.service import Service
@@ -27,13 +29,18 @@ if TYPE_CHECKING:
 
 _GIVE_UP_SECONDS = 60.0
 _PACE_SECONDS = 0.005
+TOGETHER = -1000  # a priority that nothing else asks for
 _NUM_IDS = 97  # the stub model's
 
 
-def wait_for_file(path: Path) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     give_up_at = time.monotonic() + _GIVE_UP_SECONDS
-    while not path.exists() and time.monotonic() < give_up_at:
+    while not condition() and time.monotonic() < give_up_at:
         time.sleep(_PACE_SECONDS)
+
+
+def wait_for_file(path: Path) -> None:
+    wait_for(path.exists)
 
 
 class Mortal:
@@ -61,9 +68,14 @@ class Codec:
 
 
 class StubServer(Service):
+    def prepare(self, settings: Settings) -> Served:
+        served = super().prepare(settings)
+        if "LOAD_GATE" in os.environ:  # before its thread runs: nothing in the load comes before
+            served.bridge.pulse.enter("waiting for a file")
+        return served
+
     def _load(self, served: Served) -> Engine:
         if "LOAD_GATE" in os.environ:
-            served.bridge.pulse.enter("waiting for a file")
             wait_for_file(Path(os.environ["LOAD_GATE"]))
         if "DEATH_GATE" in os.environ:
             return cast("Engine", Mortal())
@@ -89,6 +101,8 @@ class StubServer(Service):
                 time.sleep(_PACE_SECONDS)
             if len(plan.decode) == num_rows:
                 wait_for_file(gate)
+            elif plan.prefill is None and all(s.priority == TOGETHER for s in plan.decode):
+                wait_for(lambda: gate.exists() or served.bridge.num_streams > len(plan.decode))
 
         stub.change = change
         return engine

@@ -66,7 +66,7 @@ def test_failure_in_mid_stream_is_one_error_event_at_the_end(
 
     def change(plan: StepPlan, logits: object) -> None:
         if plan.decode:
-            first_is_read.wait(20)
+            first_is_read.wait(60)
         fail(plan, logits)
 
     service.stub.change = change
@@ -132,11 +132,11 @@ def test_request_with_non_finite_logits_fails_alone_and_is_counted(
     all_have_come, second_has_begun = threading.Event(), threading.Event()
 
     def spoil(plan: StepPlan, logits: NDArray[np.float32]) -> None:
-        all_have_come.wait(20)
+        all_have_come.wait(60)
         for row, sequence in enumerate(plan.sampled):
             if sequence.prompt_ids == spoiled_ids and len(sequence.output_ids) == num_before:
                 if stream and num_before:  # the hub could hear of tokens and failure at once
-                    second_has_begun.wait(20)
+                    second_has_begun.wait(60)
                 logits[row, 3] = np.nan
 
     service.stub.change = spoil
@@ -178,11 +178,11 @@ def test_fault_in_the_detokenizer_is_one_error_event_and_frees_the_row(
     monkeypatch.setattr(Detokenizer, "feed", fail)
     # The step waits for the first event to be read, so that the fault comes in mid-stream.
     first_is_read = threading.Event()
-    service.stub.change = lambda plan, logits: first_is_read.wait(20) if plan.decode else None
+    service.stub.change = lambda plan, logits: first_is_read.wait(60) if plan.decode else None
     received = read_slowly(client, first_is_read, prompt="a", max_tokens=40)
     assert [list(event) for event in events(received)] == [["text"], ["error"]]
     assert b"secret" not in received
-    with gevent.Timeout(20):
+    with gevent.Timeout(60):
         while service.registry.get_sample_value("phi_serve_num_requests_running"):
             gevent.sleep(0.001)
 
@@ -264,7 +264,7 @@ def test_a_probe_is_not_counted_as_a_rejected_request(
         service.registry.get_sample_value("phi_serve_requests_rejected_total", {"reason": reason})
         for reason in ("not_ready", "draining")
     ]
-    assert counts == [None, 1]
+    assert counts == [0, 1]
 
 
 # More ways to read what there is with each character, which is always the same: it gives up at
@@ -282,7 +282,7 @@ def test_grammar_that_gives_up_is_its_own_requests_error(client: FlaskClient) ->
         gevent.spawn(client.post, "/generate", json=body)
         for body in (AMBIGUOUS, {"prompt": "a", "max_tokens": 60})
     ]
-    gevent.joinall(jobs, timeout=20, raise_error=True)
+    gevent.joinall(jobs, timeout=60, raise_error=True)
     hostile, other = (job.value for job in jobs)
     assert hostile.status_code == 400
     assert hostile.get_json()["error"]["code"] == "dead_end"
@@ -299,7 +299,7 @@ def test_grammar_that_gives_up_in_mid_stream_is_one_error_event_at_the_end(
 
     def change(plan: StepPlan, logits: object) -> None:
         if plan.decode:
-            first_is_read.wait(20)
+            first_is_read.wait(60)
 
     service.stub.change = change
     *deltas, last = events(read_slowly(client, first_is_read, **AMBIGUOUS))

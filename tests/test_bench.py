@@ -151,7 +151,7 @@ def test_real_server_is_measured_on_every_route_with_histories_that_grow(
     settings = replace(SETTINGS, model_path=tiny_llama.folder, max_model_len=CONTEXT)
     options = ["--concurrency", "3", "--requests", "3", "--prompt-tokens", "30"]
     options += ["--output-tokens", "4", "--turns", "3"]
-    with gevent.Timeout(60), running(Service(settings)) as service, serving_of(service) as server:
+    with gevent.Timeout(250), running(Service(settings)) as service, serving_of(service) as server:
         url = f"http://127.0.0.1:{server.server_port}"
         for api in ("generate", "completions"):
             # In a native thread: this server's hub is of this one, and has to turn.

@@ -53,12 +53,12 @@ class NoiseService(Service):
 def service(request: pytest.FixtureRequest) -> Iterator[NoiseService]:
     service = NoiseService(request.param)
     service.bridge.start()
-    with gevent.Timeout(20):
+    with gevent.Timeout(60):
         while not service.bridge.is_ready:
             gevent.sleep(0.001)
     yield service
     service.bridge.request_stop()
-    assert service.bridge.ended.wait(20)
+    assert service.bridge.ended.wait(60)
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ def make(clock: SimpleNamespace, go_on: threading.Event) -> Iterator[Made]:
                     hold_until(lambda: not service.bridge._outbox)
                 clock.now += STEP_SECONDS
                 if is_behind:
-                    go_on.wait(20)
+                    go_on.wait(60)
 
             service.stub.change = change
             return service
@@ -270,7 +270,7 @@ def test_deadline_counts_where_the_request_waits_for_a_thread(
     with running(StubService()) as service:
         service.stub.plans.clear()
         off_hub = service.bridge.off_hub
-        busy = [gevent.spawn(off_hub, lambda: go_on.wait(20), kind) for _ in range(4)]
+        busy = [gevent.spawn(off_hub, lambda: go_on.wait(60), kind) for _ in range(4)]
         gevent.sleep(0)
         response = create_app(service).test_client().post(path, json=body, headers=SOON)
         go_on.set()

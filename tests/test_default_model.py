@@ -18,7 +18,7 @@ from quantize.decoding import Decoding
 from quantize.floor import INT8_FLOOR
 
 from .conftest import DEFAULT_FOLDER as FOLDER
-from .live import LiveServer
+from .live import LiveServer, wait_for
 from .test_gate import spoil
 
 pytestmark = pytest.mark.slow
@@ -107,10 +107,16 @@ def test_eight_streams_progress_together_and_say_what_they_say_alone(
     prompts = [CHAT.format(f"Tell me about {subject}.") for subject in subjects]
     options = {"max_tokens": 24, "ignore_eos": True, "parse_special": True}
     alone = [default_server.generate(prompt, **options)["text"] for prompt in prompts]
-    order: list[str] = []  # appends are atomic: the order in which events came
-    start = threading.Barrier(8)
 
-    def read(prompt: str) -> str:
+    def are_together() -> bool:
+        """Do all begin before one ends? A client that is late for a moment misses the others."""
+        order: list[str] = []  # appends are atomic: the order in which events came
+        with ThreadPoolExecutor(8) as pool:
+            together = list(pool.map(read, prompts, [order] * 8, [threading.Barrier(8)] * 8))
+        assert together == alone
+        return order[:8] == ["first"] * 8
+
+    def read(prompt: str, order: list[str], start: threading.Barrier) -> str:
         start.wait()
         deltas: list[str] = []
         for event in default_server.stream(prompt, **options):
@@ -120,7 +126,4 @@ def test_eight_streams_progress_together_and_say_what_they_say_alone(
         order.append("end")
         return "".join(deltas)
 
-    with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(read, prompts))
-    assert together == alone
-    assert order[:8] == ["first"] * 8
+    wait_for(are_together, "eight streams at once", 200)

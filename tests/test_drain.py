@@ -38,7 +38,7 @@ class Sleep:
 
     def __call__(self, seconds: float) -> None:
         self.asked.append(seconds)
-        self.is_over.wait(20)
+        self.is_over.wait(60)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_request_behind_the_pre_drain_time_is_refused_while_others_end(
     assert client.get("/health/live").status_code == 200
     assert not service.bridge.ended.is_set()
     go_on.set()
-    streamed, plain = (job.get(timeout=20) for job in jobs)
+    streamed, plain = (job.get(timeout=60) for job in jobs)
     assert plain.get_json()["usage"]["completion_tokens"] == 3
     assert events(streamed.data)[-1]["finish_reason"] == "length"
     until(service.bridge.ended.is_set)
@@ -145,14 +145,14 @@ def test_requests_that_are_not_done_end_with_a_typed_error(
         service.drain.hear()
     if num_signals == 1:
         sleep.is_over.set()
-    reader.get(timeout=20)
+    reader.get(timeout=60)
     *_, last = events(bodies[0])
     assert (last["error"]["code"], last["error"]["type"]) == (
         "draining",
         "service_unavailable_error",
     )
     for job in jobs:  # they have no token yet
-        response = job.get(timeout=20)
+        response = job.get(timeout=60)
         assert response.status_code == 503
         assert response.get_json()["error"]["code"] == "draining"
     go_on.set()
@@ -224,12 +224,13 @@ class StubServer(LiveServer):
     module = "tests.stub_server"
 
 
-def stub_server(folder: Path, num_rows: int, **environment: str) -> StubServer:
+def stub_server(folder: Path, num_rows: int, port: int = 0, **environment: str) -> StubServer:
     """With as much of a model's folder as the settings ask for."""
     folder.mkdir()
     (folder / "model.onnx").touch()
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": MAX_LEN}))
-    arguments = ("--max-batch-size", str(num_rows), "--max-model-len", str(MAX_LEN))
+    arguments = ["--max-batch-size", str(num_rows), "--max-model-len", str(MAX_LEN)]
+    arguments += ["--port", str(port)]
     return StubServer(folder, *arguments, **{"STEP_GATE": str(folder / "gate")} | environment)
 
 
@@ -255,7 +256,7 @@ def ask(server: LiveServer, **body: Any) -> socket.socket:
     address = urlsplit(server.url)
     payload = json.dumps({"prompt": "a", "ignore_eos": True} | body)
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n"
-    raw = socket.create_connection((address.hostname, address.port), timeout=30)
+    raw = socket.create_connection((address.hostname, address.port), timeout=60)
     raw.sendall(f"{head}Content-Type: application/json\r\n\r\n{payload}".encode())
     return raw
 
@@ -268,7 +269,8 @@ def read(raw: socket.socket) -> bytes:
 
 def fill(server: LiveServer, num_rows: int, num_tokens: int) -> list[socket.socket]:
     """Streams, all of them running, and the model waits."""
-    asked = [ask(server, stream=True, max_tokens=num_tokens) for _ in range(num_rows)]
+    body = {"stream": True, "max_tokens": num_tokens, "priority": -1000}  # stub_server.TOGETHER
+    asked = [ask(server, **body) for _ in range(num_rows)]
     wait_for(lambda: server.metric("num_requests_running") == num_rows, "a full batch")
     return asked
 
@@ -284,7 +286,7 @@ def test_sigterm_under_32_streams_completes_them_and_those_in_the_queue(
     servers: dict[str, StubServer], folder: Path
 ) -> None:
     server = servers["drain"].wait_ready()
-    idle = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=30)
+    idle = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
     idle.request("GET", "/health/live")
     idle.getresponse().read()
     asked = fill(server, NUM_ROWS, MAX_LEN - 10)
@@ -299,7 +301,7 @@ def test_sigterm_under_32_streams_completes_them_and_those_in_the_queue(
     assert server.process.poll() is None
     (folder / "drain" / "gate").touch()
     answers = [read(raw) for raw in asked]  # no reset
-    assert server.process.wait(15) == 0
+    assert server.process.wait(60) == 0
     idle.close()
     for answer in answers:
         assert answer.startswith(b"HTTP/1.1 200 ")
@@ -326,7 +328,7 @@ def test_second_signal_ends_streams_with_an_error_and_the_process_with_0(
     assert server.process.poll() is None
     server.process.send_signal(signal.SIGTERM)
     answers = [read(raw) for raw in asked]
-    assert server.process.wait(15) == 0
+    assert server.process.wait(60) == 0
     assert all(b'"code":"draining"' in answer for answer in answers)
     assert "0 finished, 2 cut short, 0 refused" in last_line(server)["message"]
 
@@ -335,7 +337,7 @@ def test_signal_in_the_load_ends_the_process_without_waiting_for_it(tmp_path: Pa
     with stub_server(tmp_path / "model", 2, LOAD_GATE=str(tmp_path / "never")) as server:
         wait_for(lambda: "waiting for a file" in server.get("/health/ready").text, "the load")
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(15) == 0
+        assert server.process.wait(60) == 0
 
 
 def test_load_that_takes_too_long_ends_the_process_with_1_and_names_its_stage(
@@ -343,7 +345,7 @@ def test_load_that_takes_too_long_ends_the_process_with_1_and_names_its_stage(
 ) -> None:
     names = {"LOAD_GATE": str(tmp_path / "never"), "MAX_LOAD_SECONDS": "1"}
     with stub_server(tmp_path / "model", 2, **names) as server:
-        assert server.process.wait(15) == 1
+        assert server.process.wait(60) == 1
         server._reader.join()
         lines = [json.loads(line) for line in server.log.splitlines()]
         [line] = [line for line in lines if line["level"] == "CRITICAL"]
@@ -368,7 +370,7 @@ def test_signal_is_heard_where_the_parent_ignores_it(
         signal.signal(number, was)
     with server:
         server.process.send_signal(number)
-        assert server.process.wait(15) == 0
+        assert server.process.wait(60) == 0
 
 
 def test_death_of_the_engine_thread_ends_the_process_with_1_and_a_message(tmp_path: Path) -> None:
@@ -378,7 +380,7 @@ def test_death_of_the_engine_thread_ends_the_process_with_1_and_a_message(tmp_pa
     with stub_server(tmp_path / "model", 2, **names) as server:
         server.wait_ready()
         gate.touch()
-        assert server.process.wait(15) == 1
+        assert server.process.wait(60) == 1
         server._reader.join()
         assert "the engine thread has died" in server.log
         assert 'CRITICAL app cannot serve: SystemExit("a stub\'s death")\n' in server.log

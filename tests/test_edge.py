@@ -196,11 +196,11 @@ def test_full_server_answers_health_and_metrics_and_refuses_the_rest() -> None:
         for resident in residents:
             assert resident.send(GET).read().status == 200
         for path, status in [("/health/live", 200), ("/health/ready", 200), ("/metrics", 200)]:
-            with Client(server) as client:
-                reply = client.send(GET.replace(b"/health/live", path.encode())).only_reply()
+            with Client.early(server, GET.replace(b"/health/live", path.encode())) as client:
+                reply = client.only_reply()
                 assert (reply.status, reply.headers["connection"]) == (status, "close")
-        with Client(server) as client:
-            reply = client.send(post(BODY) + GET).only_reply()
+        with Client.early(server, post(BODY) + GET) as client:
+            reply = client.only_reply()
         assert (reply.status, reply.code) == (503, "too_many_connections")
         assert reply.headers["retry-after"] == "1"
         assert residents[0].send(post(BODY)).read().status == 200
@@ -438,10 +438,10 @@ def test_stop_does_not_wait_for_a_connection_between_two_requests(
         go_on.wait()
 
     monkeypatch.setattr(connection, "next_turn", next_turn)
-    with serving(plain_app, keepalive_timeout_ms=LATE) as server, Client(server) as client:
+    with serving(plain_app, keepalive_timeout_ms=10 * LATE) as server, Client(server) as client:
         client.send(GET).read()
         stands.wait()
-        stopping = gevent.spawn(server.stop, 30)
+        stopping = gevent.spawn(server.stop, 10 * LATE)
         until(lambda: server.is_stopping)
         go_on.set()
         with gevent.Timeout(5):  # long before the connection was idle for too long

@@ -59,7 +59,7 @@ def ask(phi3_folder: Path) -> Iterator[Any]:
         service = ScriptedService(codec, script)
         services.append(service)
         service.bridge.start()
-        with gevent.Timeout(20):
+        with gevent.Timeout(60):
             while not service.bridge.is_ready:
                 gevent.sleep(0.001)
         client = create_app(service).test_client()
@@ -77,7 +77,7 @@ def ask(phi3_folder: Path) -> Iterator[Any]:
     yield make
     for service in services:
         service.bridge.request_stop()
-        assert service.bridge.ended.wait(20)
+        assert service.bridge.ended.wait(60)
 
 
 def test_all_ends_of_phi3_are_known(phi3_folder: Path) -> None:
@@ -122,7 +122,7 @@ def test_circling_answer_ends_alike_plain_and_streamed_and_is_counted(ask: Any) 
     assert "".join(event["text"] for event in streamed) == plain["text"]
     assert streamed[-1]["finish_reason"] == "repetition"
     assert streamed[-1]["usage"] == plain["usage"]
-    assert plain["counts"] == {"stop": None, "length": None, "repetition": 2}
+    assert plain["counts"] == {"stop": 0, "length": 0, "repetition": 2}
 
 
 def test_circling_answer_runs_on_by_default(ask: Any) -> None:

@@ -160,7 +160,7 @@ def test_a_thousand_random_paths_models_and_keys_make_no_series(service: StubSer
     rng = random.Random(7)
     before = series(parsed(service)[0])
     statuses = set()
-    with gevent.Timeout(60), serving_of(service) as server:
+    with gevent.Timeout(250), serving_of(service) as server:
         for _ in range(NUM_RANDOM):
             with Client(server) as client:
                 statuses.add(client.send(random_request(rng)).read().status)

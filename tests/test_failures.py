@@ -122,7 +122,7 @@ def assert_stream_fails(service: StubService, at: int, path: str) -> None:
 
         def wait_for_the_first(plan: StepPlan, logits: Any) -> None:
             if plan.decode:
-                first_is_read.wait(20)
+                first_is_read.wait(60)
             change(plan, logits)
 
         service.stub.change = wait_for_the_first

@@ -64,10 +64,12 @@ REAL_PLACES = {
 def test_real_model_says_the_same_behind_a_fault(
     real: Rig, name: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several answers that begin and end at different steps, so that rows move."""
+    """Several answers that begin and end at different steps, so that rows move. They come at once:
+    memory that runs out in the cache costs a row that runs alone its answer."""
 
     def ask() -> list[Ending]:
         with ExitStack() as stack:
+            stack.enter_context(real.hold_until_submitted(6))
             clients = [stack.enter_context(Client(real.port)) for _ in range(6)]
             for number, client in enumerate(clients):
                 body = {"prompt": "the tea " * (1 + number % 2), "max_tokens": 4 + 3 * number}

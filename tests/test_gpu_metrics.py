@@ -195,8 +195,8 @@ def test_driver_that_hangs_holds_no_scrape_up_and_what_is_old_vanishes(nvml: Stu
     metrics.watch()
     metrics.watch()
     try:
-        assert asked.wait(20)
-        give_up_at = time.monotonic() + 20
+        assert asked.wait(60)
+        give_up_at = time.monotonic() + 60
         while not shown(registry):  # the thread is between its reading and keeping it
             assert time.monotonic() < give_up_at
             time.sleep(0.001)

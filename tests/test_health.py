@@ -81,7 +81,7 @@ def test_model_that_blocks_is_not_ready_behind_the_limit_and_gets_no_requests(
     refused = client.post("/generate", json={"prompt": "a"})
     assert (refused.status_code, refused.get_json()["error"]["code"]) == (503, "not_ready")
     go_on.set()
-    assert job.get(timeout=20).get_json()["usage"]["completion_tokens"] == 3
+    assert job.get(timeout=60).get_json()["usage"]["completion_tokens"] == 3
     assert why_not_ready(client) is None
 
 
@@ -146,7 +146,7 @@ def test_liveness_is_answered_while_a_step_is_busy_natively(
 
     def step(plan: StepPlan, logits: object) -> None:
         entered.set()
-        give_up_at = time.monotonic() + 20
+        give_up_at = time.monotonic() + 60
         while not is_enough.is_set() and time.monotonic() < give_up_at:
             busy()
         assert is_enough.is_set()
@@ -200,7 +200,7 @@ def test_engine_that_turns_without_progress_is_not_ready(
     until(lambda: turns.count(clock.now) > 3)
     assert why_not_ready(client) == "the model hangs: no progress for 6 s"
     engine._scheduler._has_free_row = has_free_row
-    assert job.get(timeout=20).status_code == 200
+    assert job.get(timeout=60).status_code == 200
     assert why_not_ready(client) is None
 
 
@@ -271,7 +271,7 @@ def test_self_test_is_one_token_and_appears_in_no_metric() -> None:
         counts = service.registry.get_sample_value(
             "phi_serve_request_success_total", {"finish_reason": "length"}
         )
-        assert counts is None
+        assert counts == 0
 
 
 @pytest.mark.usefixtures("often")
@@ -291,7 +291,7 @@ def test_request_in_the_middle_of_a_self_test_waits_for_one_step() -> None:
         job = gevent.spawn(client.post, "/generate", json={"prompt": "abc", "max_tokens": 1})
         until(lambda: service.bridge._streams)
         go_on.set()
-        assert job.get(timeout=20).status_code == 200
+        assert job.get(timeout=60).status_code == 200
         prefill = service.stub.plans[0].prefill
         assert prefill is not None and prefill.sequence.request_id != "self-test"
 

@@ -24,6 +24,7 @@ OWN: dict[str, set[str]] = {
     "metrics_options": {"edge_options"},
     "device_options": {"edge_options"},
     "cache_options": {"edge_options"},
+    "tracing_options": {"edge_options"},
     "access": set(),
     "logs": set(),
     "machine": set(),
@@ -51,7 +52,7 @@ OWN: dict[str, set[str]] = {
     "key_options": {"edge_options", "keys"},
     "config": {
         *{"cache_options", "device_options", "edge_options", "errors", "folder", "key_options"},
-        *{"keys", "metrics_options", "queue_options", "record"},
+        *{"keys", "metrics_options", "queue_options", "record", "tracing_options"},
     },
     "kv_cache": {"sequence"},
     "masks": {"sequence"},
@@ -128,8 +129,12 @@ OWN: dict[str, set[str]] = {
     # HTTP
     "framing": {"config", "errors"},
     "body": {"config", "errors", "framing"},
-    "connection": {"access", "body", "cors", "departure", "direct", "errors", "framing"},
-    "edge": {"config", "connection"},
+    "traced": {"answer"},
+    "tracing": {"answer", "config", "routes", "traced"},
+    "connection": {
+        *{"access", "body", "cors", "departure", "direct", "errors", "framing", "traced"},
+    },
+    "edge": {"config", "connection", "tracing"},
     "fields": {"sequence"},
     "generate_requests": {"fields"},
     "openai_requests": {"fields", "tools"},
@@ -147,6 +152,7 @@ OWN: dict[str, set[str]] = {
     "cors": set(),
     "openapi": {"config", "http", "limits", "responses", "routes"},
     "docs_page": {"http", "openapi"},
+    "chat_page": set(),
     "loading": {
         *{"arena", "chat", "config", "engine", "errors", "grammar", "graph", "kv_cache"},
         *{"device_sampler", "machine", "memory", "model", "prefixes", "probe", "record"},
@@ -160,6 +166,7 @@ OWN: dict[str, set[str]] = {
     "service": {
         *{"access", "bridge", "config", "drain", "engine", "errors", "graph", "guard", "key_ring"},
         *{"gpu_metrics", "loading", "metric_aliases", "metrics", "quota", "readiness", "served"},
+        "tracing",
     },
     "switch": {"bridge", "errors", "garbage", "origin", "served", "service"},
     "admin_api": {
@@ -167,7 +174,7 @@ OWN: dict[str, set[str]] = {
     },
     "http": {
         *{"access", "answer", "completion", "config", "departure", "direct", "errors", "limits"},
-        *{"off_hub", "protocol", "replies", "served", "service"},
+        *{"off_hub", "protocol", "replies", "served", "service", "traced"},
     },
     "generate_api": {
         *{"generate_replies", "generate_requests", "http", "limits", "served", "service"},
@@ -180,6 +187,7 @@ OWN: dict[str, set[str]] = {
     "api": {
         *{
             "admin_api",
+            "chat_page",
             "config",
             "cors",
             "docs_page",
@@ -199,11 +207,11 @@ OWN: dict[str, set[str]] = {
 DOORS: dict[str, set[str]] = {
     "click": {
         *{"cache_options", "config", "device_options", "edge_options", "key_options"},
-        *{"metrics_options", "queue_options"},
+        *{"metrics_options", "queue_options", "tracing_options"},
     },
     "flask": {
         *{"admin_api", "api", "cors", "docs_page", "edge", "generate_api", "guard", "http"},
-        *{"openai_api", "ops_api"},
+        *{"chat_page", "openai_api", "ops_api"},
     },
     "gevent": {
         *{"__main__", "answer", "bridge", "connection", "departure", "direct", "drain"},
@@ -217,6 +225,7 @@ DOORS: dict[str, set[str]] = {
     },
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"cuda", "form", "fused", "model", "runner", "session"},
+    "opentelemetry": {"tracing"},
     "optimum": {"session"},
     "orjson": {"connection", "http", "openai_replies", "passage", "protocol", "replies"},
     "prometheus_client": {

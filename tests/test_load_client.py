@@ -66,7 +66,7 @@ class HeldServer(FakeServer):
 
     def __init__(self, num_wanted: int) -> None:
         super().__init__()
-        self.all_are_there = threading.Barrier(num_wanted, timeout=20)
+        self.all_are_there = threading.Barrier(num_wanted, timeout=60)
 
     def answer(self, body: Body) -> tuple[int, list[Body]]:
         self.all_are_there.wait()
@@ -151,7 +151,7 @@ class SilentServer(FakeServer):
         self.may_answer = threading.Event()
 
     def answer(self, body: Body) -> tuple[int, list[Body]]:
-        assert self.may_answer.wait(20)
+        assert self.may_answer.wait(60)
         return super().answer(body)
 
 

@@ -68,7 +68,7 @@ class Steps:
         self.permits = threading.Semaphore(0)
 
     def __call__(self, plan: StepPlan, logits: object) -> None:
-        assert self.permits.acquire(timeout=20)
+        assert self.permits.acquire(timeout=60)
 
 
 def lines_of(connection: socket.socket) -> Iterator[bytes]:
@@ -91,7 +91,7 @@ def test_each_event_is_through_before_the_next_token_is_made(
     path: str, asked: dict[str, Any], tmp_path: Path
 ) -> None:
     one_chunk = StubService(prefill_chunk=64)
-    with gevent.Timeout(60), running(one_chunk) as service, serving_of(service) as server:
+    with gevent.Timeout(250), running(one_chunk) as service, serving_of(service) as server:
         service.stub.change = steps = Steps()
         body = json.dumps(asked | {"max_tokens": 6, "ignore_eos": True, "stream": True}).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

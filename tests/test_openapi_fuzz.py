@@ -29,7 +29,7 @@ def app(tiny_llama: TinyModel) -> Iterator[Flask]:
             gevent.sleep(0.001)
     yield create_app(service)
     service.bridge.request_stop()
-    assert service.bridge.ended.wait(20)
+    assert service.bridge.ended.wait(60)
 
 
 def test_answers_to_generated_requests_are_as_documented(app: Flask) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,15 +23,18 @@ OPS = ("/health/live", "/health/ready", "/metrics")
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """Not of those that the kernel gives away: it would, before it is bound again."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as taken, suppress(OSError):
+            taken.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager
 def two_ports(**changes: Any) -> Iterator[tuple[StubService, Edge, Edge]]:
     settings = replace(SETTINGS, ops_port=free_port(), **changes)
-    with gevent.Timeout(60), running(StubService(settings)) as service:
+    with gevent.Timeout(250), running(StubService(settings)) as service:
         ops = bind_ops(create_ops_app(service), settings, service.metrics.rejected)
         assert ops is not None
         ops.start()

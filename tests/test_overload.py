@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import gevent
@@ -21,7 +23,7 @@ from app.edge import Edge
 from app.keys import read_pairs
 from app.sequence import StepPlan
 
-from .services import SETTINGS, StubService, running, still_clock, until
+from .services import SETTINGS, StubService, hold_until, running, still_clock, until
 from .sockets import Client, Reply, post, serving_of
 
 STEP_SECONDS = 0.005
@@ -37,16 +39,14 @@ class Gate:
         self.is_open = False
 
     def __call__(self, plan: StepPlan, logits: object) -> None:
-        give_up_at = time.monotonic() + 20
-        while not self.is_open and time.monotonic() < give_up_at:
-            time.sleep(0.001)
+        hold_until(lambda: self.is_open)
 
 
 @contextmanager
 def serving(num_rows: int, **bounds: Any) -> Iterator[tuple[StubService, Edge, Gate]]:
     """Its model waits for the gate."""
     service = StubService(replace(SETTINGS, **bounds), max_batch_size=num_rows)
-    with gevent.Timeout(60), running(service), serving_of(service) as server:
+    with gevent.Timeout(250), running(service), serving_of(service) as server:
         service.stub.plans.clear()
         service.stub.change = gate = Gate()
         try:
@@ -275,10 +275,25 @@ def test_priority_out_of_range_is_a_400_with_the_limits(priority: object) -> Non
 class Storm:
     """Requests that come at once: what they are told, and how long those wait that are taken."""
 
-    def __init__(self, server: Edge, num_arrivals: int) -> None:
+    def __init__(
+        self, service: StubService, server: Edge, num_arrivals: int, clock: SimpleNamespace
+    ) -> None:
+        """No step ends before all have come: how fast clients are does not matter."""
         self.replies: list[Reply] = []
+        have_come = threading.Event()
+
+        def take_time(plan: StepPlan, logits: object) -> None:
+            hold_until(have_come.is_set)
+            clock.now += STEP_SECONDS
+
+        service.stub.change = take_time
+        spawned = gevent.spawn(self._wait_for_all, service, num_arrivals)
+        spawned.link_value(lambda _: have_come.set())
         jobs = [gevent.spawn(self._ask, server, str(i)) for i in range(num_arrivals)]
         gevent.joinall(jobs, raise_error=True)
+
+    def _wait_for_all(self, service: StubService, num_arrivals: int) -> None:
+        until(lambda: len(self.replies) + service.bridge.num_streams == num_arrivals)
 
     def _ask(self, server: Edge, request_id: str) -> None:
         self.replies.append(ask(server, request_id, max_tokens=12, ignore_eos=True))
@@ -307,19 +322,13 @@ def test_storm_of_a_thousand_is_told_an_honest_wait_and_takes_no_memory(
     with serving(4, max_queued_requests=NUM_QUEUED) as (service, server, _):
         engine: Any = service.bridge._engine
         engine._clock = engine.backlog._clock = clock.monotonic
-
-        def take_time(plan: StepPlan, logits: object) -> None:
-            clock.now += STEP_SECONDS
-            time.sleep(STEP_SECONDS)
-
-        service.stub.change = take_time
-        warm = Storm(server, 12)
+        warm = Storm(service, server, 12, clock)
         assert warm.statuses == {200}
         started_at = time.thread_time()
-        first = Storm(server, NUM_ARRIVALS)
+        first = Storm(service, server, NUM_ARRIVALS, clock)
         assert (time.thread_time() - started_at) / len(first.refused) < 0.05  # likewise
         memory = psutil.Process().memory_info().rss
-        second = Storm(server, 2 * NUM_QUEUED)
+        second = Storm(service, server, 2 * NUM_QUEUED, clock)
         grown = psutil.Process().memory_info().rss - memory
         for storm in (first, second):
             assert storm.statuses == {200, 429}

@@ -181,6 +181,26 @@ def test_failed_step_leaves_nothing_that_could_be_trusted() -> None:
     assert ask(engine, HISTORY).num_reused == 0
 
 
+def test_request_that_is_put_back_in_its_first_step_has_read_all_of_its_prompt() -> None:
+    engine, _ = stub_engine()
+    ask(engine, HISTORY)
+    running, late = greedy("a", [3] * 5, 20), greedy("b", HISTORY, 5)
+    engine.submit(running)
+    engine.step()
+    apply = engine._cache.apply
+
+    def fail(moves: object) -> None:
+        engine._cache.apply = apply  # type: ignore[method-assign]
+        assert late.num_reused > 0
+        raise MemoryError
+
+    engine._cache.apply = fail  # type: ignore[method-assign]
+    engine.submit(late)
+    run(engine)
+    assert (late.num_preemptions, late.num_reused) == (1, 0)
+    assert late.output_ids == stub_answer(HISTORY, 5)
+
+
 def test_prompt_that_pauses_in_a_step_that_fails_is_read_anew() -> None:
     engine, model = stub_engine()
     running, paused = greedy("a", [3] * 5, 20), greedy("b", HISTORY, 5)

@@ -60,7 +60,7 @@ def test_it_is_that_of_the_engine_that_new_requests_go_to() -> None:
 def serving(**changes: Any) -> Iterator[tuple[StubService, Any, Gate]]:
     """16 rows, and a model that waits for the gate."""
     service = StubService(replace(SETTINGS, **changes), max_batch_size=NUM_ROWS)
-    with gevent.Timeout(60), running(service), serving_of(service) as server:
+    with gevent.Timeout(250), running(service), serving_of(service) as server:
         service.stub.plans.clear()
         service.stub.change = gate = Gate()
         try:

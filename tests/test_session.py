@@ -95,6 +95,11 @@ def test_cpu_without_a_gpu_runtime_is_no_fallback(device: str, tiny_llama: TinyM
     assert (described["device_fallback"], described["warnings"]) == (False, [])
 
 
+def test_bound_of_a_gpus_memory_that_bounds_nothing_is_a_warning(tiny_llama: TinyModel) -> None:
+    model = OnnxModel.load(tiny_llama.folder, "auto", num_threads=1, max_gpu_bytes=1 << 30)
+    assert model.warnings == ["MAX_GPU_MEMORY_BYTES bounds nothing: this is the CPU"]
+
+
 @pytest.mark.parametrize(("trouble", "fallback"), [("gpu_runtime", "1"), (None, "0")])
 def test_fallback_is_in_the_metrics(
     trouble: str | None, fallback: str, tiny_llama: TinyModel, request: pytest.FixtureRequest

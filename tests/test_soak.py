@@ -178,7 +178,8 @@ def test_process_that_grows_is_told(
 def test_seconds_of_it_on_a_tiny_model_find_nothing(tiny_llama: TinyModel, tmp_path: Path) -> None:
     file = tmp_path / "soak.json"
     command = [sys.executable, "scripts/soak.py", "--model", str(tiny_llama.folder)]
-    options = ["--minutes", "0.03", "--sample-seconds", "0.2", "--max-slope", "1000"]
+    options = ["--minutes", "0.05", "--warm-up-minutes", "0.04", "--sample-seconds", "0.2"]
+    options += ["--max-slope", "1000"]
     options += ["--max-prompt", "60", "--max-answer", "20"]
     flags = ["--", "--threads", "1", "--max-batch-size", "3"]
     done = subprocess.run(
@@ -191,6 +192,6 @@ def test_seconds_of_it_on_a_tiny_model_find_nothing(tiny_llama: TinyModel, tmp_p
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(file.read_text())
     assert told["failures"] == {}
-    assert told["by_status"]["200"] > 3
-    assert len(told["samples"]) > 3
+    assert told["by_status"]["200"] >= 3  # one of each row, and what the dice say
+    assert len(told["samples"]) > 1
     assert told["end"]["anonymous_mib"] > 0

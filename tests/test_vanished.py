@@ -20,17 +20,17 @@ from .sockets import serving_of
 
 OURS, THEIRS = "10.211.57.1", "10.211.57.2"
 LIMIT_MS = 1000
-SOON_SECONDS = 10  # a probe or two behind the limit, on a busy machine; the default is 30
+SOON_SECONDS = 20  # a probe or two behind the limit, on a busy machine; the default is 30
 _CLIENT = """
 import socket, sys
-connection = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=30)
+connection = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=60)
 connection.sendall(sys.argv[3].encode())
 sys.stdin.read()
 """
 
 
 def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=60)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def network() -> Iterator[str]:
         ip("-n", name, "link", "set", f"{name}b", "up")
         yield name
     finally:
-        subprocess.run(["ip", "link", "del", f"{name}a"], capture_output=True, timeout=20)
+        subprocess.run(["ip", "link", "del", f"{name}a"], capture_output=True, timeout=60)
         ip("netns", "del", name)
 
 
@@ -59,7 +59,7 @@ def network() -> Iterator[str]:
 def test_peer_that_vanishes_frees_its_slot_within_the_set_time(stream: bool, network: str) -> None:
     settings = replace(SETTINGS, host=OURS, tcp_user_timeout_ms=LIMIT_MS)
     service = StubService(settings, max_model_len=1_000_000)
-    with gevent.Timeout(60), running(service), serving_of(service) as server:
+    with gevent.Timeout(250), running(service), serving_of(service) as server:
         service.stub.change = lambda plan, logits: time.sleep(0.005)
         body = json.dumps({"prompt": "a", "max_tokens": 900_000, "stream": stream})
         head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -99,7 +99,7 @@ def listening(service: Service, **changed: Any) -> Iterator[Any]:
     server = bind(create_app(service), replace(service.settings, **changed))
     server.start()
     try:
-        with gevent.Timeout(60):
+        with gevent.Timeout(250):
             yield server
     finally:
         server.stop(timeout=0)
