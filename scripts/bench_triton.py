@@ -26,9 +26,8 @@ from load_client import Answer, LoadClient, Request, RequestFailed, Run, User
 from load_report import publish, summarize
 from workload import make_prompts
 
-TABLE = "{:<32}{:>8}{:>10}{:>12}{:>22}"
-TITLES = ("server", "clients", "tokens/s", "requests/s", "TTFT p50/p95/p99 ms")
-OURS, ENGINE, ENSEMBLE = "our server", "our engine under Triton", "the tutorial's ensemble"
+TABLE = "{:<32}{:>8}{:>10}{:>22}"
+TITLES = ("server", "clients", "tokens/s", "TTFT p50/p95/p99 ms")
 
 # A prompt to all that is asked for it; the answers go into the run.
 Ask = Callable[[str, Run], User]
@@ -114,6 +113,13 @@ def _post(url: str, path: str, body: dict[str, Any]) -> bytes:
     return head.encode() + payload
 
 
+KINDS: dict[str, tuple[str, Callable[[str, int], Ask]]] = {
+    "ours": ("our server", ask_ours),
+    "engine": ("our engine under Triton", ask_engine),
+    "ensemble": ("the tutorial's ensemble", ask_ensemble),
+}
+
+
 def run_closed(url: str, ask: Ask, clients: int, prompts: Sequence[str]) -> Run:
     """`clients`, each with its next prompt when its last is answered."""
     run, left = Run(), iter(prompts)
@@ -134,15 +140,14 @@ def prompts_for(rng: random.Random, num_words: int, count: int, same_length: boo
 
 
 def measure(name: str, url: str, ask: Ask, clients: int, prompts: Sequence[str]) -> dict[str, Any]:
-    """A row, printed. The first prompt of each client warms the server up."""
+    """A row, printed. The first prompt warms the server up."""
     run_closed(url, ask, 1, prompts[:1])
     run = run_closed(url, ask, clients, prompts[1:])
     row = summarize(clients, [run])
-    seconds = max(answer.done_at for answer in run) - min(answer.sent_at for answer in run)
     first = row["ttft_ms"]
     shown = "/".join(f"{each:.0f}" for each in first.values()) if first else "-"
     rate = f"{row['tokens_per_second']:.1f}"
-    click.echo(TABLE.format(name, clients, rate, f"{len(run) / seconds:.2f}", shown))
+    click.echo(TABLE.format(name, clients, rate, shown))
     for failure, number in row["failures"].items():
         click.echo(f"  FAILED {number} x {failure}")
     return {"server": name} | row
@@ -158,19 +163,17 @@ def measure(name: str, url: str, ask: Ask, clients: int, prompts: Sequence[str])
     "--requests", type=click.IntRange(1), help="A row; by default one a client, 4 or more"
 )
 @click.option("--same-length", is_flag=True, help="All prompts have as many words.")
-@click.option("--without-ensemble", is_flag=True)
+@click.option("--only", multiple=True, type=click.Choice(list(KINDS)), help="Of these; once each.")
 @click.option("--seed", type=int, help="Of the prompts; new each time, so no cache knows them.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write it here.")
 def main(json_file: Path | None, **asked: Any) -> None:
     seed = asked["seed"] = time.time_ns() % 2**32 if asked["seed"] is None else asked["seed"]
-    num_tokens = asked["output_tokens"]
-    servers: list[tuple[str, str, Ask]] = []
-    if url := asked["ours"]:
-        servers.append((OURS, url, ask_ours(url, num_tokens)))
-    if url := asked["triton"]:
-        servers.append((ENGINE, url, ask_engine(url, num_tokens)))
-        if not asked["without_ensemble"]:
-            servers.append((ENSEMBLE, url, ask_ensemble(url, num_tokens)))
+    urls = {"ours": asked["ours"], "engine": asked["triton"], "ensemble": asked["triton"]}
+    servers = [
+        (name, url, ask(url, asked["output_tokens"]))
+        for kind, (name, ask) in KINDS.items()
+        if (url := urls[kind]) and kind in (asked["only"] or KINDS)
+    ]
     if not servers:
         raise click.UsageError("name a server: --ours or --triton")
     click.echo(TABLE.format(*TITLES))

@@ -50,6 +50,9 @@ def cut_cache(model: onnx.GraphProto, graph: Graph) -> None:
     if graph.position_ids is not None:
         nodes += _positions(model, graph.attention_mask, graph.position_ids)
     nodes += model.node
+    for node in nodes:
+        while node.input and not node.input[-1]:
+            del node.input[-1]  # of newer operators: Triton's ONNX Runtime may be older than ours
     del model.node[:]
     model.node.extend(nodes)
     _keep(model.input, NAMES)

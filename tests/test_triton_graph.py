@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 import triton_graph
@@ -25,6 +26,8 @@ def test_rows_padded_on_the_right_get_the_logits_of_torch(
     session = ort.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     assert [node.name for node in session.get_inputs()] == ["input_ids", "attention_mask"]
     assert [node.name for node in session.get_outputs()] == ["logits"]
+    nodes = onnx.load(tmp_path / "model.onnx", load_external_data=False).graph.node
+    assert all(node.input[-1] for node in nodes if node.input)
     ids = np.zeros((3, 5), np.int64)
     mask = np.zeros((3, 5), np.int64)
     for index, row in enumerate(ROWS):

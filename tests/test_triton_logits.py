@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import triton_client
 import tritonclient.grpc as triton
+from click.testing import CliRunner
 from triton_lint import lint
 from triton_logits import write_logits_models
 
@@ -208,3 +210,22 @@ def test_a_mask_of_another_shape_fails_its_request_alone(
     with pytest.raises(triton.InferenceServerException):
         client.infer("phi3_mini_logits", inputs)
     assert np.isfinite(logits_of(client, [[1, 2, 3]])).all()
+
+
+def test_the_client_completes_four_texts_by_the_ensemble(
+    server: TritonServer, tiny_phi3: TinyModel, codec: TextCodec
+) -> None:
+    options = ["ensemble", "--grpc", server.grpc, "--max-tokens", "3"]
+    result = CliRunner().invoke(triton_client.main, options)
+    assert result.exit_code == 0, result.output
+    for prompt in triton_client.FOUR:
+        ids = tiny_phi3.reference.greedy(codec.encode(prompt), 3)
+        assert repr(codec.detokenizer().feed(ids)) in result.output
+    assert "together: " in result.output and "tokens/s" in result.output
+
+
+def test_the_client_says_what_the_server_refuses(server: TritonServer) -> None:
+    options = ["one", "--grpc", server.grpc, "--http", server.url.removeprefix("http://")]
+    result = CliRunner().invoke(triton_client.main, options)
+    assert result.exit_code == 1
+    assert "phi3_mini_once" in result.output and "Traceback" not in result.output
