@@ -176,7 +176,9 @@ def out_of_memory(plan: StepPlan, logits: Any) -> None:
 def test_place_that_fails_again_ends_readiness_until_a_step_is_good(
     rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.bridge._RETEST_SECONDS", 3600.0)  # not each place fails a self-test
+    monkeypatch.setattr(
+        "app.engine_thread._RETEST_SECONDS", 3600.0
+    )  # not each place fails a self-test
     place = PLACES[name]
     trap = Trap(monkeypatch, place.owner, place.name)
     trap.set(FAULTS["raises"], is_for_ever=True)
