@@ -14,8 +14,10 @@ from typing import Any
 import onnx
 from onnx import NodeProto, TensorProto, helper
 
+from app.errors import UnservableModel
 from app.graph import Graph, read_graph
 from quantize import MODEL_FILE
+from quantize.errors import QuantizeError
 from quantize.graph_copy import copy_graph
 from quantize.graph_file import load_graph
 
@@ -23,20 +25,29 @@ NAMES = ("input_ids", "attention_mask", "logits")
 _TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 
 
-class NotTheNames(Exception):
-    """The graph calls its inputs or logits otherwise than a Triton config of ours."""
+class CannotServeLogits(Exception):
+    """The folder's graph will not do; the message says why."""
 
 
 def write_without_cache(folder: Path, target: Path) -> Graph:
     """Writes the graph of a model folder into `target`, as `model.onnx` and its data file, and
     returns what was read of it.
 
-    Raises UnservableModel, QuantizeError and NotTheNames.
+    Raises CannotServeLogits.
     """
+    try:
+        return _write(folder, target)
+    except (UnservableModel, QuantizeError) as error:
+        raise CannotServeLogits(str(error)) from error
+
+
+def _write(folder: Path, target: Path) -> Graph:
     graph = read_graph(folder)
     found = (graph.input_ids, graph.attention_mask, graph.logits)
     if found != NAMES:
-        raise NotTheNames(f"{graph.path} has {', '.join(found)}; {', '.join(NAMES)} are needed")
+        raise CannotServeLogits(
+            f"{graph.path} has {', '.join(found)}; {', '.join(NAMES)} are needed"
+        )
     copy_graph(graph.path, target)
     model = load_graph(target / MODEL_FILE)
     cut_cache(model.graph, graph)

@@ -14,9 +14,11 @@ from string import Template
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a script's own path is scripts/, not the root
 
-from triton_graph import write_without_cache  # noqa: E402
+from triton_graph import CannotServeLogits, write_without_cache  # noqa: E402
 
 from app.context import served_context  # noqa: E402
+
+__all__ = ["CannotServeLogits", "write_logits_models"]
 
 TEMPLATES = ROOT / "deploy" / "triton"
 LOGITS = "phi3_mini_logits"
@@ -28,7 +30,7 @@ _TYPES = {"float32": "TYPE_FP32", "float16": "TYPE_FP16"}
 def write_logits_models(folder: Path, out: Path) -> list[str]:
     """Writes the five models into the repository `out` and returns their names.
 
-    Raises UnservableModel, QuantizeError and NotTheNames, if the folder's graph will not do.
+    Raises CannotServeLogits.
     """
     version = out / LOGITS / "1"
     version.mkdir(parents=True)

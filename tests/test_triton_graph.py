@@ -9,7 +9,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 import triton_graph
-from triton_graph import NotTheNames, write_without_cache
+from triton_graph import CannotServeLogits, write_without_cache
 
 from .conftest import Bring, TinyModel
 from .folders import make_portable
@@ -43,5 +43,5 @@ def test_a_graph_with_other_names_is_refused(
     tiny_phi3: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_graph, "NAMES", ("tokens", "attention_mask", "logits"))
-    with pytest.raises(NotTheNames, match="tokens, attention_mask, logits are needed"):
+    with pytest.raises(CannotServeLogits, match="tokens, attention_mask, logits are needed"):
         write_without_cache(tiny_phi3.folder, tmp_path)

@@ -1,9 +1,13 @@
 """Triton model: logits -> the next token of each row, by our own sampler."""
 
 import secrets
+import sys
+from pathlib import Path
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
+sys.path.insert(0, str(Path(__file__).parent))  # before where Triton was started
 
 from app.sampler import sample
 from app.sequence import SamplingParams, Sequence

@@ -1,9 +1,15 @@
 """Triton model: token ids -> the answer so far as text, by our own detokenizer."""
 
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
+
+# A tokenizer needs no torch, which takes seconds to import.
+os.environ |= {"USE_TORCH": "0", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+sys.path.insert(0, str(Path(__file__).parent))  # before where Triton was started
 
 from app.text import TextCodec
 
