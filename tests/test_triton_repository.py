@@ -1,4 +1,5 @@
-"""The tutorial's models on a real tritonserver: logits with dynamic batching, and the ensemble.
+"""A whole model repository on a real tritonserver: logits with dynamic batching, the ensemble, and
+the client of all of it.
 
 A stand-in for the ONNX Runtime backend, which the PyPI wheel has not, runs the very config.
 """
@@ -15,9 +16,9 @@ import numpy as np
 import pytest
 import triton_client
 import tritonclient.grpc as triton
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
+from make_triton_repo import make_repository
 from triton_lint import lint
-from triton_logits import write_logits_models
 
 from app.graph import read_graph
 from app.text import TextCodec
@@ -31,9 +32,7 @@ PROMPTS = ["a", "some words", "a longer row of words, and more of them", "four"]
 
 @pytest.fixture(scope="module")
 def repository(tiny_phi3: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("repository")
-    write_logits_models(tiny_phi3.folder, out)
-    return out
+    return make_repository(tiny_phi3.folder, tmp_path_factory.mktemp("all"), engine_only=False)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(repository: Path, backends: Path) -> Iterator[TritonServer]:
     options = [f"--backend-directory={backends}", "--model-config-name=cpu"]
-    with TritonServer(repository, *options) as running:
+    with TritonServer(repository, *options, seconds=240) as running:
         yield running
 
 
@@ -212,11 +211,38 @@ def test_a_mask_of_another_shape_fails_its_request_alone(
     assert np.isfinite(logits_of(client, [[1, 2, 3]])).all()
 
 
+def run_client(server: TritonServer, *arguments: str) -> Result:
+    sockets = ["--grpc", server.grpc, "--http", server.url.removeprefix("http://")]
+    return CliRunner().invoke(triton_client.main, [*arguments, *sockets])
+
+
+def greedy_text(model: TinyModel, codec: TextCodec, prompt: str, num_tokens: int) -> str:
+    ids = model.reference.greedy(codec.encode(prompt), num_tokens)
+    ends = [at for at, id_ in enumerate(ids) if id_ in codec.eos_ids]
+    return codec.detokenizer().feed(ids[: ends[0] if ends else None], is_last=True)
+
+
+def test_the_client_gets_an_answer_four_and_a_stream(
+    server: TritonServer, tiny_phi3: TinyModel, codec: TextCodec
+) -> None:
+    result = run_client(server, "one", "batch", "stream", "--max-tokens", "6")
+    assert result.exit_code == 0, result.output
+    first, *others = (repr(greedy_text(tiny_phi3, codec, each, 6)) for each in triton_client.FOUR)
+    assert result.output.count(first) == 4
+    assert all(other in result.output for other in others)
+    assert result.output.count("tokens/s") == 8
+
+
+def test_the_client_leaves_a_stream(server: TritonServer) -> None:
+    result = run_client(server, "cancel", "--max-tokens", "100")
+    assert result.exit_code == 0, result.output
+    assert "left; the stream was closed" in result.output
+
+
 def test_the_client_completes_four_texts_by_the_ensemble(
     server: TritonServer, tiny_phi3: TinyModel, codec: TextCodec
 ) -> None:
-    options = ["ensemble", "--grpc", server.grpc, "--max-tokens", "3"]
-    result = CliRunner().invoke(triton_client.main, options)
+    result = run_client(server, "ensemble", "--max-tokens", "3")
     assert result.exit_code == 0, result.output
     for prompt in triton_client.FOUR:
         ids = tiny_phi3.reference.greedy(codec.encode(prompt), 3)
@@ -224,8 +250,9 @@ def test_the_client_completes_four_texts_by_the_ensemble(
     assert "together: " in result.output and "tokens/s" in result.output
 
 
-def test_the_client_says_what_the_server_refuses(server: TritonServer) -> None:
-    options = ["one", "--grpc", server.grpc, "--http", server.url.removeprefix("http://")]
-    result = CliRunner().invoke(triton_client.main, options)
+@pytest.mark.parametrize("what", ["one", "batch", "stream", "cancel"])
+def test_the_client_says_what_the_server_refuses(server: TritonServer, what: str) -> None:
+    result = run_client(server, what, "--max-tokens", "1000000")
     assert result.exit_code == 1
-    assert "phi3_mini_once" in result.output and "Traceback" not in result.output
+    assert "max_tokens" in result.output and "Traceback" not in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
