@@ -92,8 +92,9 @@ class EngineThread:
         self._thread.join(seconds)
 
     def forget(self) -> None:
-        """It has ended: lets go of all that was loaded."""
+        """It has ended: lets go of all that was loaded, and of who was told."""
         self.engine = self.failure = None
+        self._post = _nobody
 
     def _run(self) -> None:
         try:
@@ -153,3 +154,7 @@ class EngineThread:
             raise
         finally:
             self._pulse.beat()
+
+
+def _nobody(item: list[Advance] | State) -> None:
+    """Hears what is posted once nobody is interested."""

@@ -125,8 +125,12 @@ class Backend:
     # --- on Triton's thread -----------------------------------------------------------------------
 
     @property
+    def _is_serving(self) -> bool:
+        return self._state is State.READY
+
+    @property
     def _why_not(self) -> str | None:
-        if self._state is not State.READY:
+        if not self._is_serving:
             return f"the model is {self._state.value}"
         if (seconds := self._pulse.stalled_seconds) is not None:
             return f"the model hangs: no progress for {seconds:.0f} s"
@@ -157,7 +161,7 @@ class Backend:
         self._backlog.check("", 1, len(sequence.prompt_ids))
         self._backlog.add([sequence])
         self._open[sequence] = answer
-        if self._why_not is not None and self._open.pop(sequence, None) is not None:
+        if not self._is_serving and self._open.pop(sequence, None) is not None:
             raise NotReady("the model has stopped")  # all that was open before has been told
         self._engine.submit(sequence)
 
@@ -183,7 +187,7 @@ class Backend:
         sweep_at = metrics_at = 0.0
         while True:
             touched = self._hand_out()
-            if self._state is not State.READY:
+            if not self._is_serving:
                 break
             now = time.monotonic()
             if now >= sweep_at:

@@ -78,6 +78,7 @@ def _make_venv(dest: Path) -> None:
     if not stub.exists():
         raise CannotInstall(f"{WHEEL} has no stub for Python {PYTHON}")
     target = server / "backends" / "python" / stub.name
+    target.unlink(missing_ok=True)  # one that runs cannot be written to
     shutil.copy(stub, target)
     for program in (target, server / "bin" / "tritonserver"):
         program.chmod(0o755)

@@ -11,6 +11,7 @@ import threading
 from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 from install_triton import CannotInstall, install
@@ -38,21 +39,26 @@ class TritonServer:
     """Serves a model repository on free ports of the loopback interface. Use as a context manager:
     inside, all its models are loaded."""
 
-    def __init__(self, repository: Path, *arguments: str, seconds: float = 90) -> None:
+    def __init__(
+        self, repository: Path, *arguments: str, seconds: float = 120, **environment: str
+    ) -> None:
         program, ports = needs_triton(), _free_ports(3)
         self.url = f"http://127.0.0.1:{ports[0]}"
         self.grpc = f"127.0.0.1:{ports[1]}"
         self._metrics_url = f"http://127.0.0.1:{ports[2]}/metrics"
+        self._shared = f"triton_{ports[0]}*"
         self._lines: list[str] = []
         options = {
             "model-repository": repository,
             **dict(zip(("http-port", "grpc-port", "metrics-port"), ports, strict=True)),
             **{f"{kind}-address": "127.0.0.1" for kind in ("http", "grpc", "metrics")},
             "exit-timeout-secs": _EXIT_SECONDS,
+            "backend-config": f"python,shm-region-prefix-name=triton_{ports[0]}",
         }
         flags = [f"--{name}={value}" for name, value in options.items()]
         self.process = subprocess.Popen(
             [program, *flags, *arguments],
+            env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -90,6 +96,17 @@ class TritonServer:
             return self.process.wait(_EXIT_SECONDS + 20)
         except subprocess.TimeoutExpired:
             return -signal.SIGKILL
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of /dev/shm that its models have."""
+        return sum(file.stat().st_size for file in Path("/dev/shm").glob(self._shared))
+
+    @property
+    def memory(self) -> int:
+        """Resident bytes of it and its models' processes."""
+        server = psutil.Process(self.process.pid)
+        return sum(each.memory_info().rss for each in (server, *server.children()))
 
     def get(self, path: str) -> requests.Response:
         return requests.get(self.url + path, timeout=60, headers=_CLOSE)
