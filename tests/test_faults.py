@@ -359,7 +359,7 @@ def test_deadline_at_that_moment_ends_it_once(
     while not trap.has_sprung:  # on a busy machine the time may be over before
         ending = rig.ask(GENERATE, timeout_ms=milliseconds, **body)
         assert ending.is_whole
-        assert ending.code == "deadline_exceeded"
+        assert ending.code in (None, "deadline_exceeded")  # with tokens and without
         until(rig.is_quiet)
         milliseconds *= 2
     rig.check()
