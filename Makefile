@@ -92,8 +92,9 @@ $(VENV)/.run-installed: requirements.txt $(RUNTIME) requirements-build.txt
 	$(BIN)/python -m pip install --no-deps -r requirements-build.txt
 	touch $@
 
-$(VENV)/.dev-installed: $(VENV)/.run-installed requirements-dev.txt requirements-tracing.txt
+$(VENV)/.dev-installed: $(VENV)/.run-installed requirements-dev.txt requirements-tracing.txt requirements-triton.txt
 	$(BIN)/python -m pip install -r requirements-dev.txt
+	$(BIN)/python -m pip install --no-deps -r requirements-triton.txt
 	touch $@
 
 $(LINT)/.installed: requirements-lint.txt
