@@ -28,6 +28,7 @@ FILES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "requirements-tracing.txt": ((X86, ARM), ()),
     "requirements-dev.txt": ((X86,), ()),
     "requirements-lint.txt": ((X86,), ()),
+    "requirements-triton.txt": ((X86,), ("--no-deps",)),
 }
 INCLUDED = ("requirements.txt",)  # by others
 PLACES = ("Makefile", ".ci/run", "Dockerfile*")
