@@ -75,4 +75,4 @@ $(DEFAULT_MODEL): | $(VENV)/.run-installed
 	$(BIN)/python -m quantize default --output models/default
 
 clean:
-	rm -rf .venv .venv-gpu models .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-gpu .venv-triton models .mypy_cache .pytest_cache .ruff_cache
