@@ -9,14 +9,12 @@ the model has no chat template. Nothing that takes seconds is imported.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import app.service
-from app.__main__ import main
+from app.config import Settings
 from app.detokenizer import Detokenizer
 from app.engine import Engine
 from app.errors import InvalidRequest
@@ -26,7 +24,7 @@ from app.served import Served
 from app.service import Service
 
 from .engines import ScriptedModel, TokenCache
-from .stub_server import wait_for_file
+from .stub_server import run, wait_for_file
 
 END = 256  # behind the bytes
 MAX_LEN = 4096
@@ -68,9 +66,14 @@ class HeldModel(ScriptedModel):
 
 
 class PageServer(Service):
+    def prepare(self, settings: Settings) -> Served:
+        served = super().prepare(settings)
+        if "LOAD_GATE" in os.environ:  # before its thread runs: nothing in the load comes before
+            served.bridge.pulse.enter("waiting for a file")
+        return served
+
     def _load(self, served: Served) -> Engine:
         if "LOAD_GATE" in os.environ:
-            served.bridge.pulse.enter("waiting for a file")
             wait_for_file(Path(os.environ["LOAD_GATE"]))
         script = list(os.environ["SCRIPT"].encode())
         model = HeldModel(script if "ENDLESS" in os.environ else [*script, END])
@@ -95,8 +98,4 @@ class PageServer(Service):
 
 
 if __name__ == "__main__":
-    app.service.Service = PageServer  # type: ignore[misc]
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    run(PageServer)

@@ -217,7 +217,7 @@ def test_stop_keeps_what_there_is_and_frees_the_slot(
     gate.touch()
     name = 'request_success_total{finish_reason="abort"}'
     wait_for(lambda: server.metric(name) == num_aborted + 1, "the abort")
-    assert server.metric("num_requests_running") == 0
+    wait_for(lambda: server.metric("num_requests_running") == 0, "a free slot")
     assert page.text(".foot").endswith("stopped")
     assert page.find("#send").is_displayed()
     page.ask("Again")  # the page goes on
