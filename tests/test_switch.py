@@ -435,7 +435,7 @@ class Hang:
     def __init__(self, bridge: Bridge) -> None:
         self.is_reached, self.go_on = threading.Event(), threading.Event()
         self.now = 1000.0
-        bridge.pulse = Pulse(60, lambda: self.now)
+        bridge._thread.pulse = Pulse(60, lambda: self.now)
 
     def __call__(self, plan: StepPlan, logits: Any) -> None:
         if plan.decode:

@@ -40,20 +40,20 @@ class TritonServer:
     inside, all its models are loaded."""
 
     def __init__(
-        self, repository: Path, *arguments: str, seconds: float = 120, **environment: str
+        self, repository: Path, *arguments: str, seconds: float = 300, **environment: str
     ) -> None:
         program, ports = needs_triton(), _free_ports(3)
         self.url = f"http://127.0.0.1:{ports[0]}"
         self.grpc = f"127.0.0.1:{ports[1]}"
         self._metrics_url = f"http://127.0.0.1:{ports[2]}/metrics"
-        self._shared = f"triton_{ports[0]}*"
+        self._shared = f"triton_{ports[0]}_*"
         self._lines: list[str] = []
         options = {
             "model-repository": repository,
             **dict(zip(("http-port", "grpc-port", "metrics-port"), ports, strict=True)),
             **{f"{kind}-address": "127.0.0.1" for kind in ("http", "grpc", "metrics")},
             "exit-timeout-secs": _EXIT_SECONDS,
-            "backend-config": f"python,shm-region-prefix-name=triton_{ports[0]}",
+            "backend-config": f"python,shm-region-prefix-name=triton_{ports[0]}_",
         }
         flags = [f"--{name}={value}" for name, value in options.items()]
         self.process = subprocess.Popen(
@@ -141,6 +141,8 @@ class TritonServer:
             return
         finally:
             self.process.wait()
+            for left in Path("/dev/shm").glob(self._shared):  # of one that was killed
+                left.unlink(missing_ok=True)
 
 
 def _free_ports(num: int) -> list[int]:
