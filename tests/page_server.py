@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from app.config import Settings
 from app.detokenizer import Detokenizer
 from app.engine import Engine
 from app.errors import InvalidRequest
@@ -65,9 +66,14 @@ class HeldModel(ScriptedModel):
 
 
 class PageServer(Service):
+    def prepare(self, settings: Settings) -> Served:
+        served = super().prepare(settings)
+        if "LOAD_GATE" in os.environ:  # before its thread runs: nothing in the load comes before
+            served.bridge.pulse.enter("waiting for a file")
+        return served
+
     def _load(self, served: Served) -> Engine:
         if "LOAD_GATE" in os.environ:
-            served.bridge.pulse.enter("waiting for a file")
             wait_for_file(Path(os.environ["LOAD_GATE"]))
         script = list(os.environ["SCRIPT"].encode())
         model = HeldModel(script if "ENDLESS" in os.environ else [*script, END])

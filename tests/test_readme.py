@@ -84,7 +84,9 @@ def test_examples_are_valid_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["README.md", "docs/api.md", "docs/operating.md", "docs/performance.md", "docs/gpu.md"]
+    "path",
+    ["README.md"]
+    + [f"docs/{name}.md" for name in ("api", "gpu", "image", "operating", "performance")],
 )
 def test_links_lead_to_files_and_headings(path: str) -> None:
     file = ROOT / path

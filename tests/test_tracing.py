@@ -24,6 +24,7 @@ from app.tracing import Seldom, Tracing
 
 from .collector import Collector
 from .live import ROOT, LiveServer, wait_for
+from .stub_server import TOGETHER
 from .test_drain import StubServer, stub_server
 from .test_ops_port import free_port
 
@@ -218,11 +219,14 @@ def test_request_whose_time_is_over_has_a_span_with_an_error(
 def test_clients_that_leave_have_spans_with_an_error(
     server: StubServer, collector: Collector, folder: Path
 ) -> None:
+    # Neither is done before the other has come, however late.
+    body = {"prompt": "a", "ignore_eos": True, "stream": True, "max_tokens": 100}
+    body |= {"priority": TOGETHER}
     try:
         bodies = [
             requests.post(
                 f"{server.url}/generate",
-                json={"prompt": "a", "ignore_eos": True, "stream": True, "max_tokens": 100},
+                json=body,
                 headers={"X-Request-Id": id_},
                 stream=True,
                 timeout=60,
