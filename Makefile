@@ -107,4 +107,4 @@ $(DEFAULT_MODEL): | $(VENV)/.run-installed
 	$(BIN)/python -m quantize default --output models/default
 
 clean:
-	rm -rf .venv .venv-gpu .venv-lint sbom models .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-gpu .venv-triton .venv-lint sbom models .mypy_cache .pytest_cache .ruff_cache

@@ -107,10 +107,9 @@ class Bridge:
         max_load_seconds: float = 0.0,
     ) -> None:
         """A load that takes longer than `max_load_seconds` fails; 0 is no limit."""
-        self.pulse = Pulse(max_step_seconds)
         self.backlog = backlog or Backlog()
         self._max_load_seconds = max_load_seconds
-        self._thread = EngineThread(load, self._post, self.pulse, self.backlog)
+        self._thread = EngineThread(load, self._post, Pulse(max_step_seconds), self.backlog)
         self._outbox: deque[list[Advance] | State] = deque()
         self._streams: dict[Sequence, TokenStream] = {}
         self._wake = gevent.get_hub().loop.async_()
@@ -118,6 +117,11 @@ class Bridge:
         self._gave_up: UnservableModel | None = None
         self.ended = gevent.event.Event()  # set when the engine thread has stopped or failed
         self._load_limit: gevent.Greenlet | None = None
+
+    @property
+    def pulse(self) -> Pulse:
+        """What the engine's thread is at."""
+        return self._thread.pulse
 
     @property
     def failure(self) -> BaseException | None:

@@ -59,7 +59,7 @@ class EngineThread:
         self.failure: BaseException | None = None
         self._load = load
         self._post = post
-        self._pulse = pulse
+        self.pulse = pulse
         self._backlog = backlog
         self._inbox: queue.SimpleQueue[Sequence | _Ended | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -100,27 +100,27 @@ class EngineThread:
         try:
             engine = self._load()
             engine.backlog = self._backlog
-            self._pulse.enter("warming up")
+            self.pulse.enter("warming up")
             engine.self_test()
             self.engine = engine
             garbage.freeze()
-            self._post(State.READY)
+            self._tell(State.READY)
             while self._take_in(engine):
                 self._step(engine)
-            self._post(State.STOPPED)
+            self._tell(State.STOPPED)
         except BaseException as error:
             if self.engine is not None:
                 log.critical("the engine thread has died", exc_info=error)
             self.failure = error
-            self._post(State.FAILED)
+            self._tell(State.FAILED)
 
     def _step(self, engine: Engine) -> None:
         num_steps = engine.num_steps
         advances = engine.step()
         if engine.num_steps > num_steps:
-            self._pulse.beat()
+            self.pulse.beat()
         if advances:
-            self._post(advances)
+            self._tell(advances)
 
     def _take_in(self, engine: Engine) -> bool:
         """Hands the engine what has come, waiting for it if it is idle; False to stop."""
@@ -141,19 +141,22 @@ class EngineThread:
         """What comes next; Empty after a self-test, for without requests nothing else would show
         that the model works, or works again. It is a step of one token: nobody waits longer. Empty,
         too, where memory was given back."""
-        self._pulse.rest()
+        self.pulse.rest()
         timeout = _RETEST_SECONDS if engine.has_failed else _IDLE_TEST_SECONDS
         rest_in = engine.seconds_to_rest
         is_rest_due = rest_in is not None and rest_in <= timeout
         try:
             return self._inbox.get(timeout=rest_in if is_rest_due else timeout)
         except queue.Empty:
-            self._pulse.beat()
+            self.pulse.beat()
             with suppress(RuntimeError):
                 engine.rest() if is_rest_due else engine.self_test()
             raise
         finally:
-            self._pulse.beat()
+            self.pulse.beat()
+
+    def _tell(self, item: list[Advance] | State) -> None:
+        self._post(item)
 
 
 def _nobody(item: list[Advance] | State) -> None:

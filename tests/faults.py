@@ -33,6 +33,7 @@ from app.connection import Connection
 from app.departure import Departure
 from app.detokenizer import Detokenizer
 from app.direct import Outlet
+from app.engine_thread import EngineThread
 from app.grammar import Grammars
 from app.guard import Guard
 from app.masks import GrammarConstraint, MaskWorker
@@ -184,7 +185,7 @@ PLACES: dict[str, Place] = {
     "planned": on_engine(Backlog, "planned", is_told=False),
     "stepped, backlog": on_engine(Backlog, "stepped", is_told=False),
     "finished, backlog": on_engine(Backlog, "finished", is_told=False),
-    "post": on_engine(Bridge, "_post", is_deadly=True),
+    "post": on_engine(EngineThread, "_tell", is_deadly=True),
     "key": Place(Guard, "check"),
     "room": Place(Backlog, "check"),
     "delivery": Place(TokenStream, "put", GENERATE, 1, code="model_failure"),
@@ -480,7 +481,7 @@ def rigged(
     """It runs inside; it may have died at the end. `warm` makes what is made once, and stays."""
     clock = SimpleNamespace(now=1000.0)
     service = service or StubService(replace(SETTINGS, max_batch_size=NUM_ROWS))
-    service.bridge.pulse = Pulse(LIMIT_SECONDS, lambda: clock.now)
+    service.bridge._thread.pulse = Pulse(LIMIT_SECONDS, lambda: clock.now)
     with (
         pytest.MonkeyPatch.context() as patch,
         running(service),

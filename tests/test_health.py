@@ -38,7 +38,7 @@ def clock() -> SimpleNamespace:
 @pytest.fixture
 def service(clock: SimpleNamespace) -> Iterator[StubService]:
     service = StubService()
-    service.bridge.pulse = Pulse(LIMIT_SECONDS, lambda: clock.now)
+    service.bridge._thread.pulse = Pulse(LIMIT_SECONDS, lambda: clock.now)
     with running(service):
         yield service
 
@@ -248,7 +248,7 @@ def test_idle_model_that_hangs_is_noticed_without_a_request(clock: SimpleNamespa
         hold_until(go_on.is_set)
 
     service = StubService()
-    service.bridge.pulse = Pulse(LIMIT_SECONDS, lambda: clock.now)
+    service.bridge._thread.pulse = Pulse(LIMIT_SECONDS, lambda: clock.now)
     with running(service):
         client = create_app(service).test_client()
         service.stub.change = block

@@ -25,7 +25,7 @@ def clock() -> SimpleNamespace:
 @pytest.fixture
 def service(clock: SimpleNamespace) -> Iterator[StubService]:
     service = StubService()
-    service.bridge.pulse = Pulse(LIMIT_SECONDS, lambda: clock.now)
+    service.bridge._thread.pulse = Pulse(LIMIT_SECONDS, lambda: clock.now)
     service.readiness = Readiness(service.check_ready, lambda: clock.now)
     with running(service):
         yield service

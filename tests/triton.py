@@ -40,7 +40,7 @@ class TritonServer:
     inside, all its models are loaded."""
 
     def __init__(
-        self, repository: Path, *arguments: str, seconds: float = 120, **environment: str
+        self, repository: Path, *arguments: str, seconds: float = 300, **environment: str
     ) -> None:
         program, ports = needs_triton(), _free_ports(3)
         self.url = f"http://127.0.0.1:{ports[0]}"
