@@ -6,12 +6,14 @@ A stand-in for the ONNX Runtime backend, which the PyPI wheel has not, runs the 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import bench_triton
 import numpy as np
 import pytest
 import triton_client
@@ -256,3 +258,12 @@ def test_the_client_says_what_the_server_refuses(server: TritonServer, what: str
     assert result.exit_code == 1
     assert "max_tokens" in result.output and "Traceback" not in result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+def test_the_benchmark_measures_engine_and_ensemble(server: TritonServer) -> None:
+    load = ["--concurrency", "2", "--requests", "2", "--prompt-tokens", "6", "--output-tokens", "3"]
+    result = CliRunner().invoke(bench_triton.main, ["--triton", server.url, *load])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.output.splitlines()[-1])["results"]
+    assert [row["server"] for row in rows] == ["our engine under Triton", "the tutorial's ensemble"]
+    assert all(row["completion_tokens"] == 6 and row["ttft_ms"] for row in rows)
