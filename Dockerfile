@@ -70,6 +70,8 @@ LABEL org.opencontainers.image.title="phi-serve" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.base.name="${BASE_RUNTIME}"
+# TOKENIZERS_PARALLELISM holds no token.
+# hadolint ignore=DL3064
 ENV PATH=/opt/venv/bin:${PATH} \
     HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \

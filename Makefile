@@ -2,6 +2,7 @@
 # make test    set up, run all tests
 # make setup   the virtual environment alone      make model   the default model alone
 # make lint    ruff and mypy                      make bench   measure a running server
+# make lint-image  the Dockerfiles, deploy/ and every pinned version      make sbom  into sbom/
 # make faults  every fault at every place: minutes
 # make image   build the Dockerfile (TARGET=runtime|with-model, IMAGE=name, BUILD_OPTIONS=...)
 # make image-test  build it without Docker or GPU on stand-in bases, check what it claims: minutes
@@ -23,6 +24,8 @@ TORCH ?= torch==2.13.0
 endif
 
 BIN := $(VENV)/bin
+# Its own environment: the linters' packages are not the server's.
+LINT := .venv-lint
 DEFAULT_MODEL := models/default/quantization.json
 export ORT_DISABLE_TELEMETRY := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -33,7 +36,7 @@ export BUILDAH_FORMAT := docker
 IMAGE ?= phi-serve:latest
 TARGET ?= runtime
 
-.PHONY: run test faults setup model lint bench baseline image image-test clean
+.PHONY: run test faults setup model lint lint-image sbom bench baseline image image-test clean
 .DELETE_ON_ERROR:
 
 # With MODEL_PATH=FOLDER that folder is served, and no default model is prepared.
@@ -51,6 +54,14 @@ lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+lint-image: $(VENV)/.dev-installed $(LINT)/.installed
+	LINT=$(LINT) KUBECTL=$(BIN)/kubectl scripts/lint_image.sh
+	$(BIN)/python scripts/check_pins.py
+
+# The packages of each image; sbom/ is not kept in git.
+sbom: $(VENV)/.dev-installed $(LINT)/.installed
+	LINT=$(LINT) UV=$(BIN)/uv scripts/sbom.sh sbom
 
 setup: $(VENV)/.dev-installed
 
@@ -81,8 +92,14 @@ $(VENV)/.run-installed: requirements.txt $(RUNTIME) requirements-build.txt
 	$(BIN)/python -m pip install --no-deps -r requirements-build.txt
 	touch $@
 
-$(VENV)/.dev-installed: $(VENV)/.run-installed requirements-dev.txt requirements-tracing.txt
+$(VENV)/.dev-installed: $(VENV)/.run-installed requirements-dev.txt requirements-tracing.txt requirements-triton.txt
 	$(BIN)/python -m pip install -r requirements-dev.txt
+	$(BIN)/python -m pip install --no-deps -r requirements-triton.txt
+	touch $@
+
+$(LINT)/.installed: requirements-lint.txt
+	$(LINT)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(LINT)
+	$(LINT)/bin/python -m pip install -r requirements-lint.txt
 	touch $@
 
 # Not rebuilt when the environment changes: the folder says what made it.
@@ -90,4 +107,4 @@ $(DEFAULT_MODEL): | $(VENV)/.run-installed
 	$(BIN)/python -m quantize default --output models/default
 
 clean:
-	rm -rf .venv .venv-gpu models .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-gpu .venv-lint sbom models .mypy_cache .pytest_cache .ruff_cache

@@ -22,15 +22,9 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-# Before any library reads them: no telemetry, no network for local files, no thread pool of the
-# tokenizer that a fork would break.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# One process owns the metrics: no files for others, which would pile up.
-os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
-os.environ.pop("prometheus_multiproc_dir", None)
+from .machine import quiet_libraries
+
+quiet_libraries()  # before any is imported
 
 from .config import read_settings
 from .logs import set_up, tell_hub_errors

@@ -10,6 +10,7 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from .admin_api import admin_routes
+from .chat_page import page_routes
 from .config import VERSION, Settings
 from .cors import Cors
 from .docs_page import docs_routes
@@ -44,6 +45,7 @@ def create_app(service: Service) -> Flask:
     app.register_blueprint(generate_routes(service))
     app.register_blueprint(openai_routes(service))
     app.register_blueprint(docs_routes())
+    app.register_blueprint(page_routes())
     app.register_blueprint(admin_routes(service))
     if not service.settings.ops_port:
         app.register_blueprint(ops_routes(service))

@@ -36,9 +36,10 @@ class KVUsage(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """What is in use of the budget; of the cache, if there is no budget."""
+        """What is in use of the budget; of the cache, if there is no budget. 1 at the most: a row
+        alone may run beyond a budget, which may be 0."""
         if self.bytes_per_token:
-            return self.num_tokens * self.bytes_per_token / max(1, self.budget)
+            return min(1.0, self.num_tokens * self.bytes_per_token / max(1, self.budget))
         return self.num_tokens / max(1, self.size.num_slots * self.size.max_len)
 
 

@@ -7,23 +7,19 @@ came. No gevent object but that watcher is touched from the engine thread.
 
 from __future__ import annotations
 
-import enum
 import logging
-import queue
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import gevent
 import gevent.event
 
-from . import garbage
 from .backlog import Backlog, Place
+from .engine_thread import EngineThread
+from .engine_thread import State as State
 from .errors import Draining, NotReady, UnservableModel
 from .off_hub import Kind, Waiter, run
 from .pulse import Pulse
@@ -39,18 +35,9 @@ log = logging.getLogger(__name__)
 _SWITCH_INTERVAL_SECONDS = 0.0005
 _DELIVERY_SECONDS = 0.01
 _STOP_SECONDS = 1.0  # for the step that runs: nobody waits for it any more
-_IDLE_TEST_SECONDS = 30.0
-_RETEST_SECONDS = 1.0
 _LOOK_SECONDS = 0.01  # for a thread's end, of which nothing tells the hub
 
 T = TypeVar("T")
-
-
-class State(enum.Enum):
-    LOADING = "loading"
-    READY = "ready"
-    STOPPED = "stopped"
-    FAILED = "failed"
 
 
 class TokenStream:
@@ -105,13 +92,6 @@ class TokenStream:
         return self._bridge.place(self.sequence) if self._bridge is not None else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """In the inbox: a sequence that lies in front of it, and has a reason to end now."""
-
-    sequence: Sequence
-
-
 class Bridge:
     """Runs the engine on its own native thread. All methods are called on the hub.
 
@@ -129,18 +109,24 @@ class Bridge:
         """A load that takes longer than `max_load_seconds` fails; 0 is no limit."""
         self.pulse = Pulse(max_step_seconds)
         self.backlog = backlog or Backlog()
-        self._load = load
         self._max_load_seconds = max_load_seconds
-        self._inbox: queue.SimpleQueue[Sequence | _Ended | None] = queue.SimpleQueue()
+        self._thread = EngineThread(load, self._post, self.pulse, self.backlog)
         self._outbox: deque[list[Advance] | State] = deque()
         self._streams: dict[Sequence, TokenStream] = {}
         self._wake = gevent.get_hub().loop.async_()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.state = State.LOADING
-        self.failure: BaseException | None = None
-        self._engine: Engine | None = None
+        self._gave_up: UnservableModel | None = None
         self.ended = gevent.event.Event()  # set when the engine thread has stopped or failed
         self._load_limit: gevent.Greenlet | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the engine cannot be had, or has died."""
+        return self._gave_up or self._thread.failure
+
+    @property
+    def _engine(self) -> Engine | None:
+        return self._thread.engine
 
     @property
     def is_ready(self) -> bool:
@@ -195,7 +181,7 @@ class Bridge:
         streams = [TokenStream(sequence, arrival, self) for sequence in sequences]
         for stream in streams:
             self._streams[stream.sequence] = stream
-            self._inbox.put(stream.sequence)
+            self._thread.submit(stream.sequence)
         return streams, arrival
 
     def check_room(self, owner: str, num_sequences: int, num_prompt_tokens: int) -> None:
@@ -205,7 +191,7 @@ class Bridge:
 
     def end(self, sequence: Sequence) -> None:
         """Its `ended_by` is set: the engine is told, which does not look at all that wait."""
-        self._inbox.put(_Ended(sequence))
+        self._thread.end(sequence)
 
     def place(self, sequence: Sequence) -> Place | None:
         """In the queue; None if it does not wait."""
@@ -228,7 +214,7 @@ class Bridge:
             return  # a second signal, or a failure that is being told already
         was_loading = self.state is State.LOADING
         self.state = State.STOPPED
-        self._inbox.put(None)
+        self._thread.stop()
         # A stop is no failure of the model: the client may ask another server.
         self._end_streams(FinishReason.ABORT)
         if was_loading:
@@ -252,10 +238,11 @@ class Bridge:
 
     def close(self) -> None:
         """Behind `ended`: waits until the thread has ended, then lets go of the engine."""
-        while self._thread.is_alive():
+        while self._thread.is_alive:
             gevent.sleep(_LOOK_SECONDS)
         self._wake.close()
-        self._engine = self.failure = None
+        self._thread.forget()
+        self._gave_up = None
 
     # --- on the hub, woken by the engine thread -------------------------------------------------
 
@@ -294,11 +281,11 @@ class Bridge:
 
     def _give_up_load(self) -> None:
         if self.state is State.LOADING:
-            self.failure = UnservableModel(
+            self._gave_up = UnservableModel(
                 f"the load is not done within {self._max_load_seconds:g} s (MAX_LOAD_SECONDS); "
                 f"it is at: {self.pulse.stage}"
             )
-            self._inbox.put(None)  # for the thread, if the load is ever done
+            self._thread.stop()  # for the thread, if the load is ever done
             self._change(State.FAILED)
 
     def _end_streams(self, reason: FinishReason, error: str = "the server has stopped") -> None:
@@ -307,65 +294,6 @@ class Bridge:
             _hand_out(stream, Advance(sequence, None, reason, error))
 
     # --- on the engine thread ---------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            engine = self._load()
-            engine.backlog = self.backlog
-            self.pulse.enter("warming up")
-            engine.self_test()
-            self._engine = engine
-            garbage.freeze()
-            self._post(State.READY)
-            while self._take_in(engine):
-                self._step(engine)
-            self._post(State.STOPPED)
-        except BaseException as error:
-            if self._engine is not None:
-                log.critical("the engine thread has died", exc_info=error)
-            self.failure = error
-            self._post(State.FAILED)
-
-    def _step(self, engine: Engine) -> None:
-        num_steps = engine.num_steps
-        advances = engine.step()
-        if engine.num_steps > num_steps:
-            self.pulse.beat()
-        if advances:
-            self._post(advances)
-
-    def _take_in(self, engine: Engine) -> bool:
-        """Hands the engine what has come, waiting for it if it is idle; False to stop."""
-        while True:
-            try:
-                item = self._wait(engine) if engine.is_idle else self._inbox.get_nowait()
-            except queue.Empty:
-                return True
-            if item is None:
-                return False
-            if isinstance(item, _Ended):
-                engine.end(item.sequence)
-            else:
-                engine.submit(item)
-            del item  # or the wait for the next would keep it alive
-
-    def _wait(self, engine: Engine) -> Sequence | _Ended | None:
-        """What comes next; Empty after a self-test, for without requests nothing else would show
-        that the model works, or works again. It is a step of one token: nobody waits longer. Empty,
-        too, where memory was given back."""
-        self.pulse.rest()
-        timeout = _RETEST_SECONDS if engine.has_failed else _IDLE_TEST_SECONDS
-        rest_in = engine.seconds_to_rest
-        is_rest_due = rest_in is not None and rest_in <= timeout
-        try:
-            return self._inbox.get(timeout=rest_in if is_rest_due else timeout)
-        except queue.Empty:
-            self.pulse.beat()
-            with suppress(RuntimeError):
-                engine.rest() if is_rest_due else engine.self_test()
-            raise
-        finally:
-            self.pulse.beat()
 
     def _post(self, item: list[Advance] | State) -> None:
         self._outbox.append(item)

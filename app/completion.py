@@ -1,6 +1,7 @@
 """One choice of an answer as it grows: token ids in, text deltas out.
 
-Plain and streamed answers both come through here, so they cannot differ. It belongs to the hub.
+Plain and streamed answers both come through here, so they cannot differ. It belongs to the hub, or
+to whichever thread has taken its place (`triton_backend`).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .detokenizer import Detokenizer
 from .errors import DeadEnd, Draining, ModelFailure
@@ -17,7 +18,6 @@ from .stops import StopMatcher
 
 if TYPE_CHECKING:
     from .backlog import Place
-    from .bridge import TokenStream
 
 _NO_TEXTS: Mapping[int, str] = MappingProxyType({})
 
@@ -42,6 +42,17 @@ class Delta(NamedTuple):  # one a token
     tokens: tuple[Token, ...] = ()
 
 
+class Stream(Protocol):
+    """A sequence's advances as they come; `bridge.TokenStream` is the hub's."""
+
+    sequence: Sequence
+    passage: Callable[[Advance], None] | None
+
+    def take(self) -> list[Advance]: ...
+    def end(self, reason: FinishReason) -> None: ...
+    def place(self) -> Place | None: ...
+
+
 class Completion:
     """One choice. `num_tokens` is how many tokens it has taken, an end token included: the engine
     may be ahead of it."""
@@ -52,7 +63,7 @@ class Completion:
     )
 
     def __init__(
-        self, stream: TokenStream, detokenizer: Detokenizer, stops: Collection[str] = ()
+        self, stream: Stream, detokenizer: Detokenizer, stops: Collection[str] = ()
     ) -> None:
         self.sequence: Sequence = stream.sequence
         self.num_tokens = 0

@@ -45,10 +45,6 @@ def docs_routes() -> Blueprint:
     document = build_document()
     page = render(document)
 
-    @routes.get("/")
-    def root() -> Response:
-        return Response(status=302, headers={"Location": "/docs"})
-
     @routes.get("/openapi.json")
     def openapi() -> Response:
         return json_response(document)

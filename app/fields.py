@@ -26,11 +26,11 @@ _MAX_BIASES = 1024
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # Without leading zeros: "1" and "01" would be one id with two values.
 _Digits = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,8})$")]
-_Stop = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+StopString = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 # Lists end at their first error: pydantic would collect one of each item, on the hub.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-_Stops = Annotated[list[_Stop], Field(fail_fast=True, max_length=16)]
+StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=16)]
 
 
 def _few(value: Any) -> Any:
@@ -147,7 +147,7 @@ class SamplingFields(Strict):
         le=MAX_CHOICES,
         description=f"an integer from 1 to {MAX_CHOICES}, how many answers",
     )
-    stop: _Stop | _Stops | None = Field(
+    stop: StopString | StopStrings | None = Field(
         None,
         description="a string, or a list of at most 16, of 1 to 1024 characters each; the answer "
         "ends in front of the first",

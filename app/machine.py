@@ -47,6 +47,18 @@ def limit_threads(num_threads: int) -> None:
         os.environ.setdefault(name, str(num_threads))
 
 
+def quiet_libraries() -> None:
+    """For the whole process, before any of them is imported: no telemetry, no network for local
+    files, no thread pool of the tokenizer that a fork would break."""
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # One process owns the metrics: no files for others, which would pile up.
+    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)
+    os.environ.pop("prometheus_multiproc_dir", None)
+
+
 def available_memory(cgroup: Path = CGROUP) -> int:
     """Bytes that this process could still take: what the host has free, within the cgroup's
     limit."""

@@ -24,6 +24,11 @@ _MAX_MESSAGE = 500
 
 def parse(model: type[M], body: bytes, max_depth: int = _MAX_DEPTH) -> M:
     """Raises InvalidRequest naming the field, what is wrong with it and what it may be."""
+    return validate(model, read_object(body, max_depth))
+
+
+def read_object(body: bytes, max_depth: int = _MAX_DEPTH) -> dict[str, Any]:
+    """A JSON object that is neither too deep nor too wide. Raises InvalidRequest."""
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -36,6 +41,11 @@ def parse(model: type[M], body: bytes, max_depth: int = _MAX_DEPTH) -> M:
         )
     if body.count(b":") > _MAX_MEMBERS:
         _check_width(parsed)
+    return parsed
+
+
+def validate(model: type[M], parsed: dict[str, Any]) -> M:
+    """Raises InvalidRequest as `parse` does."""
     try:
         return model.model_validate(parsed)
     except ValidationError as error:
@@ -93,7 +103,8 @@ def _invalid(
         return InvalidRequest(f"{path}: not a field{known}", param=path)
     if first["type"] in ("missing", "union_tag_not_found"):
         return InvalidRequest(f"{path}: is required", param=path)
-    described = model.model_fields.get(str(first["loc"][0])) if first["loc"] else None
+    fields = dict(zip(_names(model), model.model_fields.values(), strict=True))
+    described = fields.get(str(first["loc"][0])) if first["loc"] else None
     if described is None:  # a rule about several fields names them itself
         return InvalidRequest(message, param=message.partition(":")[0])
     subject = "it" if path == top else top

@@ -21,7 +21,7 @@ _WORKS = (400, 408, 413, 415, 504, *_SERVED)
 
 def is_open(path: str) -> bool:
     """Does a request for it need no API key, though there are some? (`/admin/` has its own.)"""
-    return path in _OPEN or path.startswith(("/health/", "/admin/"))
+    return path in _OPEN or path.startswith(("/health/", "/page/", "/admin/"))
 
 
 @dataclass(frozen=True)

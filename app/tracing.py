@@ -64,7 +64,8 @@ class Tracing:
     def __init__(self, endpoint: str) -> None:
         logging.getLogger(_EXPORTER_LOG).addFilter(Seldom())
         self._provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        self._exporter = OTLPSpanExporter(endpoint)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("phi-serve", VERSION)
         self._propagator = TraceContextTextMapPropagator()
 
@@ -74,8 +75,7 @@ class Tracing:
         """A span of a request that has ended now; the id of its trace, None if there is none.
 
         `line` is what the access log says of it, `fields` the request's header lines, names in
-        lower case. Whatever
-        fails here is logged and harms no request.
+        lower case. Whatever fails here is logged and harms no request.
         """
         try:
             return self._tell(line, fields, traced)
@@ -85,11 +85,12 @@ class Tracing:
 
     def close(self) -> None:
         """Sends what is left, for a moment: a collector that does not answer is not waited for."""
-        thread = threading.Thread(target=self._provider.shutdown, daemon=True)
+        thread = threading.Thread(target=self._provider.shutdown, name="tracing-end", daemon=True)
         thread.start()
         thread.join(FLUSH_SECONDS)
         if thread.is_alive():
             log.warning("spans are lost: they could not be sent within %s s", FLUSH_SECONDS)
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]  # it tries no more
 
     def _tell(
         self, line: dict[str, Any], fields: Iterable[tuple[str, str]], traced: Traced

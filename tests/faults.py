@@ -373,7 +373,7 @@ class Rig:
             or self.service.drain.num_open
             or bridge._streams
             or bridge._outbox
-            or not (is_dead or bridge._inbox.empty())
+            or not (is_dead or not bridge._thread.has_inbox)
             or not (is_dead or bridge._engine.is_idle)
         )
 

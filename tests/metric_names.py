@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from .live import LiveServer
+from .test_drain import stub_server
 
 GPU_METRICS = frozenset(
     f"phi_serve_gpu_{name}"
@@ -69,8 +70,9 @@ def unknown(names: set[str], scrape: str, recorded: Iterable[str] = ()) -> set[s
 
 
 @cache
-def real_scrape(folder: Path) -> str:
-    """`/metrics` of a real server, over HTTP, that serves this model folder and has answered."""
-    with LiveServer(folder, "--threads", "1") as server:
+def real_scrape() -> str:
+    """`/metrics` of a server process with a stub model, over HTTP, once it has answered. One with a
+    real model is held against the same files in test_prometheus_live.py."""
+    with TemporaryDirectory() as folder, stub_server(Path(folder) / "model", 2) as server:
         server.wait_ready().generate("all that there is", max_tokens=4)
         return server.get("/metrics").text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 
 from .live import ROOT, wait_for
 from .programs import needs
+from .test_ops_port import free_port
 
 RULES = ROOT / "deploy" / "prometheus"
 INTERVAL = "500ms"
@@ -65,9 +65,9 @@ class Prometheus:
         assert answer["status"] == "success", answer
         return answer["data"]
 
-    def ask(self, expression: str, **parameters: Any) -> list[tuple[dict[str, str], float]]:
-        """Labels and value of each series now, or at `time`."""
-        found = self.get("query", query=expression, **parameters)["result"]
+    def ask(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of each series now."""
+        found = self.get("query", query=expression)["result"]
         return [(each["metric"], float(each["value"][1])) for each in found]
 
     def value(self, expression: str) -> float:
@@ -76,7 +76,7 @@ class Prometheus:
 
     def samples(self, metric: str, start: float, end: float) -> list[tuple[float, float]]:
         """Instant and value of each scrape from `start` to `end`, seconds since 1970."""
-        window = f"{metric}[{round(1000 * (end - start))}ms]"
+        window = f"{metric}[{round(1000 * (end - start)) + 1}ms]"  # of Prometheus 3 it is open
         [series] = self.get("query", query=window, time=end)["result"]
         return [(at, float(value)) for at, value in series["values"]]
 
@@ -88,13 +88,6 @@ class Prometheus:
             return found[0][1] if found and found[0][1] > after else 0.0
 
         return float(wait_for(newest, "a scrape"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def now() -> float:

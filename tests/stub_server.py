@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import app.service
 from app.__main__ import main
@@ -31,6 +31,10 @@ _GIVE_UP_SECONDS = 60.0
 _PACE_SECONDS = 0.005
 TOGETHER = -1000  # a priority that nothing else asks for
 _NUM_IDS = 97  # the stub model's
+_INFO = {
+    **dict.fromkeys(("model", "precision", "form", "provider"), "stub"),
+    "device_fallback": False,
+}
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -89,11 +93,12 @@ class StubServer(Service):
             max_model_len=max_len,
             vocab_size=_NUM_IDS,
             created_at=0,
-            info={},
+            info=_INFO,
             chat=None,
             grammars=None,
         )
         served.loaded = loaded
+        served.observer.loaded(_INFO)
         gate = Path(os.environ.get("STEP_GATE", os.devnull))
 
         def change(plan: StepPlan, logits: Any) -> None:
@@ -108,9 +113,14 @@ class StubServer(Service):
         return engine
 
 
-if __name__ == "__main__":
-    app.service.Service = StubServer  # type: ignore[misc]
+def run(service: type[Service]) -> NoReturn:
+    """`python -m app` with this in the place of its own."""
+    app.service.Service = service  # type: ignore[misc]
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+if __name__ == "__main__":
+    run(StubServer)

@@ -221,6 +221,16 @@ def test_limit_and_its_reason_follow_the_memory() -> None:
     assert (scheduler.usage.batch_limit, scheduler.usage.why_limited) == (4, "out of memory")
 
 
+def test_row_that_runs_beyond_the_budget_uses_all_of_it_and_no_more() -> None:
+    """What an autoscaler goes by is the larger of that and the rows."""
+    engine, _ = elastic_engine(0)
+    engine.submit(greedy("a", [1] * 20, 40))
+    for _ in range(5):
+        engine.step()
+    assert engine._scheduler.usage.num_tokens > 0
+    assert engine._scheduler.usage.ratio == 1.0
+
+
 def refuse(cache: TokenCache, *num_slots: int) -> None:
     """Memory runs out as the cache is to have so many slots, the first time each."""
     left, resize = list(num_slots), cache.resize

@@ -164,7 +164,7 @@ def test_stop_while_loading_does_not_wait_for_the_load() -> None:
     bridge.request_stop()
     assert bridge.ended.is_set()
     go_on.set()
-    wait_until(lambda: not bridge._thread.is_alive())
+    wait_until(lambda: not bridge._thread.is_alive)
 
 
 def test_hub_turns_between_deliveries_that_take_long(
@@ -215,7 +215,7 @@ def test_two_failed_steps_in_a_row_end_readiness_until_a_self_test_succeeds(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where no request comes any more, for nobody sends one to a server that is not ready."""
-    monkeypatch.setattr("app.bridge._RETEST_SECONDS", 0.001)
+    monkeypatch.setattr("app.engine_thread._RETEST_SECONDS", 0.001)
     bridge, model = started()
 
     def fail(plan: object, logits: object) -> None:
@@ -318,7 +318,7 @@ def test_load_that_takes_too_long_fails_and_a_late_one_changes_nothing() -> None
     bridge.request_stop()
     wait_until(lambda: bool(bridge._outbox))  # the engine is there, and nobody is told
     assert not bridge.is_ready
-    wait_until(lambda: not bridge._thread.is_alive())
+    wait_until(lambda: not bridge._thread.is_alive)
 
 
 def test_idle_engine_gives_its_memory_back(started: Started) -> None:
@@ -384,7 +384,7 @@ def test_stop_in_the_load_stays_a_stop_however_the_load_ends(ends: str) -> None:
     bridge.request_stop()
     assert bridge.ended.is_set()
     go_on.set()
-    wait_until(lambda: not bridge._thread.is_alive() and not bridge._outbox)
+    wait_until(lambda: not bridge._thread.is_alive and not bridge._outbox)
     assert bridge.state is State.STOPPED
     bridge.close()
 
@@ -394,7 +394,7 @@ def test_start_ends_ready_and_a_stop_ends_its_thread(started: Started, attempt: 
     bridge, _ = started()
     assert read(submit(bridge, greedy("a", [1], 3))) == stub_answer([1], 3)
     bridge.request_stop()
-    wait_until(lambda: not bridge._thread.is_alive())
+    wait_until(lambda: not bridge._thread.is_alive)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from .conftest import TinyModel
 from .live import ROOT
 from .metric_names import (
     GPU_METRICS,
@@ -54,8 +53,8 @@ def test_every_expression_is_parsed_by_prometheus(tmp_path: Path) -> None:
     assert f"{len(rules)} rules found" in promtool("check", "rules", str(file))
 
 
-def test_every_metric_of_the_dashboard_is_in_a_live_scrape(tiny_phi3: TinyModel) -> None:
-    scrape = real_scrape(tiny_phi3.folder)
+def test_every_metric_of_the_dashboard_is_in_a_live_scrape() -> None:
+    scrape = real_scrape()
     asked = {name for expression in expressions() for name in metrics_of(filled_in(expression))}
     assert asked >= GPU_METRICS
     assert unknown(asked, scrape, RECORDED) == set()
@@ -64,8 +63,8 @@ def test_every_metric_of_the_dashboard_is_in_a_live_scrape(tiny_phi3: TinyModel)
             assert unknown(our_names_in(file.read_text()), scrape) == set(), file.name
 
 
-def test_every_label_that_it_asks_for_or_shows_exists(tiny_phi3: TinyModel) -> None:
-    scrape = served(real_scrape(tiny_phi3.folder))
+def test_every_label_that_it_asks_for_or_shows_exists() -> None:
+    scrape = served(real_scrape())
     for panel in PANELS:
         for target in panel["targets"]:
             shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
@@ -136,3 +135,10 @@ def test_datasource_and_variables_are_those_that_are_provisioned() -> None:
     assert all(panel["datasource"] == wanted for panel in PANELS)
     for name in ("job", "instance"):
         assert re.fullmatch(r"label_values\(phi_serve_ready.*\)", VARIABLES[name]["definition"])
+
+
+def test_all_is_all_of_ours_not_whatever_prometheus_scrapes() -> None:
+    """`up` and `process_...` are of every target, which a value of its own for All would match."""
+    for name in ("job", "instance"):
+        assert VARIABLES[name]["includeAll"]
+        assert "allValue" not in VARIABLES[name]

@@ -110,8 +110,9 @@ def test_routes_need_a_key_but_those_of_health_metrics_and_docs(server: Edge, ro
 @pytest.mark.parametrize(
     ("path", "status"),
     [
-        *(("/", 302), ("/nope", 401), ("/health", 401), ("/health/nope", 404), ("/metrics/", 401)),
+        *(("/", 200), ("/nope", 401), ("/health", 401), ("/health/nope", 404), ("/metrics/", 401)),
         *(("//generate", 401), ("/health/%2e%2e/info", 404), ("/health/../info", 404)),
+        *(("/page/nope", 404), ("/page/../info", 404), ("/page", 401)),
         *(("/v1/models/%2fhealth%2f", 401), ("/admin/model", 403), ("/administrator", 401)),
     ],
 )

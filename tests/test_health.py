@@ -217,8 +217,8 @@ def test_server_without_work_is_ready_however_long_nothing_has_come(
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.bridge._IDLE_TEST_SECONDS", 0.002)
-    monkeypatch.setattr("app.bridge._RETEST_SECONDS", 0.002)
+    monkeypatch.setattr("app.engine_thread._IDLE_TEST_SECONDS", 0.002)
+    monkeypatch.setattr("app.engine_thread._RETEST_SECONDS", 0.002)
 
 
 @pytest.mark.usefixtures("often")

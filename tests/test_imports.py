@@ -116,14 +116,13 @@ OWN: dict[str, set[str]] = {
     # the engine, its thread, and an answer as it comes out of it
     "engine": {"arena", "backlog", "kv_cache", "masks", "sampler", "scheduler", "sequence"},
     "off_hub": {"departure", "errors"},
-    "bridge": {"backlog", "engine", "errors", "garbage", "off_hub", "pulse", "sequence"},
+    "engine_thread": {"backlog", "engine", "garbage", "pulse", "sequence"},
+    "bridge": {"backlog", "engine", "engine_thread", "errors", "off_hub", "pulse", "sequence"},
     "closing": set(),
     "drain": {"bridge", "closing", "errors"},
     "readiness": {"errors"},
     "probe": {"engine", "errors", "kv_cache", "machine", "record", "sequence"},
-    "completion": {
-        *{"backlog", "bridge", "detokenizer", "errors", "sequence", "stops"},
-    },
+    "completion": {"backlog", "detokenizer", "errors", "sequence", "stops"},
     "passage": {"completion", "direct", "sequence"},
     "answer": {"backlog", "completion", "direct", "errors", "passage"},
     # HTTP
@@ -152,6 +151,7 @@ OWN: dict[str, set[str]] = {
     "cors": set(),
     "openapi": {"config", "http", "limits", "responses", "routes"},
     "docs_page": {"http", "openapi"},
+    "chat_page": set(),
     "loading": {
         *{"arena", "chat", "config", "engine", "errors", "grammar", "graph", "kv_cache"},
         *{"device_sampler", "machine", "memory", "model", "prefixes", "probe", "record"},
@@ -167,6 +167,21 @@ OWN: dict[str, set[str]] = {
         *{"gpu_metrics", "loading", "metric_aliases", "metrics", "quota", "readiness", "served"},
         "tracing",
     },
+    # Triton's python backend in the place of HTTP, another thread in the place of the hub
+    "triton_requests": {"errors", "fields", "generate_requests", "protocol"},
+    "triton_settings": {"config", "errors"},
+    "triton_metrics": set(),
+    "triton_answer": {"backlog", "completion", "errors", "sequence"},
+    "triton_intake": {
+        *{"errors", "generate_requests", "limits", "loading", "sequence", "triton_requests"},
+    },
+    "triton_backend": {
+        *{"backlog", "completion", "config", "engine", "engine_thread", "errors", "graph"},
+        *{"limits", "loading", "logs", "machine", "metrics", "pulse", "sequence"},
+        *{"triton_answer", "triton_intake", "triton_metrics", "triton_requests"},
+        "triton_settings",
+    },
+    "triton_once": {"errors", "triton_answer"},
     "switch": {"bridge", "errors", "garbage", "origin", "served", "service"},
     "admin_api": {
         *{"errors", "generate_requests", "guard", "http", "keys", "served", "service", "switch"},
@@ -186,6 +201,7 @@ OWN: dict[str, set[str]] = {
     "api": {
         *{
             "admin_api",
+            "chat_page",
             "config",
             "cors",
             "docs_page",
@@ -206,10 +222,11 @@ DOORS: dict[str, set[str]] = {
     "click": {
         *{"cache_options", "config", "device_options", "edge_options", "key_options"},
         *{"metrics_options", "queue_options", "tracing_options"},
+        *{"triton_settings"},
     },
     "flask": {
         *{"admin_api", "api", "cors", "docs_page", "edge", "generate_api", "guard", "http"},
-        *{"openai_api", "ops_api"},
+        *{"chat_page", "openai_api", "ops_api"},
     },
     "gevent": {
         *{"__main__", "answer", "bridge", "connection", "departure", "direct", "drain"},
@@ -220,6 +237,7 @@ DOORS: dict[str, set[str]] = {
     "numpy": {
         *{"candidates", "edits", "engine", "form", "fused", "grammar", "logprobs", "masks"},
         *{"device_sampler", "model", "portable", "prefixes", "probe", "runner", "sampler"},
+        *{"triton_answer", "triton_once"},
     },
     "onnx": {"attention", "external_data", "graph"},
     "onnxruntime": {"cuda", "form", "fused", "model", "runner", "session"},
@@ -229,11 +247,13 @@ DOORS: dict[str, set[str]] = {
     "prometheus_client": {
         *{"exposition", "gpu_metrics", "histogram", "metric_aliases", "metric_families"},
         *{"metrics", "service"},
+        *{"triton_backend", "triton_metrics"},
     },
     "psutil": {"machine"},
     "pydantic": {
         *{"fields", "generate_requests", "http", "openai_requests", "openapi", "protocol"},
         *{"keys", "record", "responses", "routes"},
+        *{"triton_requests"},
     },
     "pydantic_core": {"protocol"},
     "pynvml": {"gpu_driver"},

@@ -140,6 +140,13 @@ def test_start_may_take_as_long_as_the_load(server: Manifest, env: dict[str, str
     assert seconds > int(env["MAX_LOAD_SECONDS"]) + 2 * probe["periodSeconds"]
 
 
+def test_rollout_waits_for_as_long_as_the_start(parts: list[Manifest], server: Manifest) -> None:
+    """Else a load that is slow, but good, is told to have failed."""
+    probe = server["startupProbe"]
+    seconds = probe["failureThreshold"] * probe["periodSeconds"]
+    assert part(parts, "Deployment")["spec"]["progressDeadlineSeconds"] > seconds
+
+
 def test_endpoint_is_gone_before_requests_are_refused(server: Manifest) -> None:
     """At the end only the signal counts; where a server is not ready any more it takes two probes,
     and requests get a 503 meanwhile."""

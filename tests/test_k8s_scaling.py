@@ -193,6 +193,7 @@ def test_prometheus_takes_the_job(tmp_path: Path) -> None:
 def test_job_scrapes_the_port_of_the_metrics_and_names_namespace_and_pod() -> None:
     [job] = read("monitoring/prometheus.yaml")["scrape_configs"]
     rules = job["relabel_configs"]
+    assert job["job_name"] == "phi-serve"  # which deploy/prometheus/alerts.yml asks for
     kept = {rule["source_labels"][0]: rule["regex"] for rule in rules if "regex" in rule}
     labels = part(built("base"), "Deployment")["spec"]["template"]["metadata"]["labels"]
     assert kept["__meta_kubernetes_pod_label_app_kubernetes_io_name"] in labels.values()

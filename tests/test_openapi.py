@@ -27,7 +27,7 @@ from .services import SETTINGS
 
 DOCUMENT = build_document()
 ANSWERED_BY_FLASK = {"HEAD", "OPTIONS"}
-LEADS_TO_THE_PAGE = ("GET", "/")
+FOR_BROWSERS = {("GET", "/"), ("GET", "/page/{name}")}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_every_route_is_documented_and_every_documented_route_is_there(app: Flas
     documented = {
         (method.upper(), path) for path, item in DOCUMENT["paths"].items() for method in item
     }
-    assert documented == served_routes(app) - {LEADS_TO_THE_PAGE}
+    assert documented == served_routes(app) - FOR_BROWSERS
     assert len(documented) == len(ROUTES)
 
 
@@ -182,11 +182,6 @@ def test_page_shows_the_route_its_fields_and_a_curl(page: Page, route: Route) ->
         fields = route.request.model_fields.items()
         assert {field.alias or name for name, field in fields} <= page.codes
         assert all(str(field.description) in page.text for _, field in fields)
-
-
-def test_root_leads_to_the_page(app: Flask) -> None:
-    response = app.test_client().get("/")
-    assert (response.status_code, response.headers["Location"]) == (302, "/docs")
 
 
 def test_page_needs_nothing_from_elsewhere(page: Page) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import gevent
 import pytest
@@ -16,9 +13,8 @@ from app.metrics import Metrics
 from app.saturation import Load
 
 from .engines import greedy
-from .services import SETTINGS, StubService, running, until
-from .sockets import serving_of
-from .test_overload import Gate, ask
+from .services import StubService, until
+from .test_overload import ask, serving
 
 NUM_ROWS = 16
 IDLE = Load(num_running=0, num_waiting=0, batch_limit=NUM_ROWS, kv_usage=0.0, wait_seconds=0.0)
@@ -56,19 +52,6 @@ def test_it_is_that_of_the_engine_that_new_requests_go_to() -> None:
     assert registry.get_sample_value("phi_serve_saturation_ratio") == 0.25
 
 
-@contextmanager
-def serving(**changes: Any) -> Iterator[tuple[StubService, Any, Gate]]:
-    """16 rows, and a model that waits for the gate."""
-    service = StubService(replace(SETTINGS, **changes), max_batch_size=NUM_ROWS)
-    with gevent.Timeout(250), running(service), serving_of(service) as server:
-        service.stub.plans.clear()
-        service.stub.change = gate = Gate()
-        try:
-            yield service, server, gate
-        finally:
-            gate.is_open = True
-
-
 def told(service: StubService) -> tuple[float, float]:
     """Clamped, and not."""
     names = ("saturation_ratio", "load_factor")
@@ -79,7 +62,7 @@ def told(service: StubService) -> tuple[float, float]:
 
 
 def test_one_user_on_sixteen_rows_never_reads_more_than_a_tenth() -> None:
-    with serving() as (service, server, gate):
+    with serving(NUM_ROWS) as (service, server, gate):
         gate.is_open = True
         seen = [told(service)]
         job = gevent.spawn(ask, server, prompt="a b c d", max_tokens=30, ignore_eos=True)
@@ -95,7 +78,7 @@ def test_one_user_on_sixteen_rows_never_reads_more_than_a_tenth() -> None:
 
 def test_prompt_that_is_being_read_is_no_queue() -> None:
     """Its reading is what the next request would wait for, but none does."""
-    with serving(saturation_wait_seconds=1) as (service, server, gate):
+    with serving(NUM_ROWS, saturation_wait_seconds=1) as (service, server, gate):
         service.bridge.backlog.pace.guess(100.0)
         job = gevent.spawn(ask, server, prompt="a" * 20, max_tokens=1)
         until(lambda: service.stub.plans)
@@ -105,7 +88,7 @@ def test_prompt_that_is_being_read_is_no_queue() -> None:
 
 
 def test_full_batch_with_a_queue_reads_above_one_and_the_ratio_stays_one() -> None:
-    with serving() as (service, server, gate):
+    with serving(NUM_ROWS) as (service, server, gate):
         jobs = [gevent.spawn(ask, server, max_tokens=30, ignore_eos=True) for _ in range(24)]
         until(lambda: service.bridge.backlog.num_sequences == 23)  # and one is being read
         clamped, factor = told(service)

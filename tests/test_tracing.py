@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +24,7 @@ from app.tracing import Seldom, Tracing
 
 from .collector import Collector
 from .live import ROOT, LiveServer, wait_for
+from .stub_server import TOGETHER
 from .test_drain import StubServer, stub_server
 from .test_ops_port import free_port
 
@@ -217,11 +219,14 @@ def test_request_whose_time_is_over_has_a_span_with_an_error(
 def test_clients_that_leave_have_spans_with_an_error(
     server: StubServer, collector: Collector, folder: Path
 ) -> None:
+    # Neither is done before the other has come, however late.
+    body = {"prompt": "a", "ignore_eos": True, "stream": True, "max_tokens": 100}
+    body |= {"priority": TOGETHER}
     try:
         bodies = [
             requests.post(
                 f"{server.url}/generate",
-                json={"prompt": "a", "ignore_eos": True, "stream": True, "max_tokens": 100},
+                json=body,
                 headers={"X-Request-Id": id_},
                 stream=True,
                 timeout=60,
@@ -298,7 +303,7 @@ def test_collector_that_hangs_costs_spans_but_neither_requests_nor_the_end(
 ) -> None:
     server = ending["silent"].wait_ready()
     assert all(post(server, f"lost-{i}").ok for i in range(12))
-    assert "Queue full, dropping Span." in server.log
+    wait_for(lambda: "Queue full, dropping Span." in server.log, "word of lost spans")
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(60) == 0  # an export may take an hour
     server._reader.join()
@@ -321,14 +326,18 @@ def test_collector_that_is_away_is_told_and_not_waited_for(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setattr("app.tracing.FLUSH_SECONDS", 0.2)
     tracing = Tracing(f"http://127.0.0.1:{free_port()}/v1/traces")
     line = {"request_id": "x", "method": "POST", "path": "/generate", "status": 200}
     line |= {"num_bytes": 1, "seconds": 0.1, "client": None, "note": {}}
     assert tracing.tell(line, [], Traced())
+    wait_for(lambda: "Connection refused" in caplog.text, "an attempt")  # others follow
     tracing.close()
-    told = [record.getMessage() for record in caplog.records]
-    assert any("Connection refused" in message for message in told)
-    assert told[-1].startswith("spans are lost")
+    assert "spans are lost" in caplog.text
+    # It ends now, and tells no other test's log of it.
+    own = ("OtelBatch", "tracing-end")
+    wait_for(lambda: not any(t.name.startswith(own) for t in threading.enumerate()), "an end")
 
 
 def test_span_that_cannot_be_made_harms_no_request(caplog: pytest.LogCaptureFixture) -> None:
