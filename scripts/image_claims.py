@@ -122,7 +122,7 @@ def dependencies_code_and_model_are_layers(image: Image) -> None:
     """So that a change of the code moves megabytes, not gigabytes."""
     layers = json.loads(podman("image", "inspect", image.name))[0]["RootFS"]["Layers"]
     known = json.loads((image.store / "overlay-layers/layers.json").read_text())
-    folders = {layer["diff-digest"]: image.store / "overlay" / layer["id"] for layer in known}
+    folders = {layer.get("diff-digest"): image.store / "overlay" / layer["id"] for layer in known}
     places = [
         {"/".join(path.relative_to(top / "diff").parts[:2]) for path in (top / "diff").glob("*/*")}
         for top in (folders[layer] for layer in layers)

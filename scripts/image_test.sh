@@ -11,8 +11,8 @@
 #   PYTHON=...   an environment with requirements-cpu.txt, of the Python that the stand-in will have
 #   TORCH=...    as in the Makefile                MODEL=DIR    a model folder, by default models/default
 #   WORK=DIR     keep everything there, and use it again
+#   SIZES=FILE   instead of the checks, measure each layer, and those of a build in one stage
 #   DOCKERFILE=Dockerfile.arm64   that one, with the stand-in's own architecture
-#   SIZES=FILE   also measure each layer, and a build in one stage; minutes more
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -111,6 +111,7 @@ is_kept=${WORK:-}
 work=${WORK:-$(mktemp -d /var/tmp/phi-serve-image.XXXXXX)}
 mkdir -p "$work"
 trap clean_up EXIT
+trap 'exit 143' INT TERM
 # This machine's mirror, where it has the file of the one source.
 sources=()
 [ -e /etc/apt/sources.list.d/debian.sources ] && sources=(/etc/apt/sources.list.d/debian.sources)
@@ -132,6 +133,13 @@ standins=(--file "$DOCKERFILE" --build-arg BASE=localhost/phi-serve:debian
 
 say "target runtime"
 build runtime . --target runtime "${standins[@]}"
+if [ -n "${SIZES:-}" ]; then
+  say "sizes"
+  . scripts/image_sizes.sh
+  say "done"
+  exit
+fi
+
 say "target with-model, built from a source"
 build with-model . --target with-model "${standins[@]}" --build-context source="$work/sources" \
   --build-arg MODEL_ID=/source/tiny --build-arg MODEL_DEVICE=cpu --build-arg PRECISION=fp32 \
@@ -143,8 +151,4 @@ say "claims"
 name=$("$PYTHON" -c 'import json, sys; print(json.load(open(sys.argv[1]))["name"])' "$MODEL/quantization.json")
 "$PYTHON" scripts/image_check.py --store "$work/store" --secret "$(cat "$work/token")" \
   --folder "$MODEL" --folder-model "$name" --own-model tiny localhost/phi-serve:runtime localhost/phi-serve:with-model
-if [ -n "${SIZES:-}" ]; then
-  say "sizes"
-  . scripts/image_sizes.sh
-fi
 say "done"
