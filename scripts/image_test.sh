@@ -59,7 +59,8 @@ clean_up() {
   podman rm -fa -t 0 >/dev/null 2>&1 || true
   [ -n "$is_kept" ] && return
   podman rmi -fa >/dev/null 2>&1 || true
-  umount "$work/store/overlay" 2>/dev/null || true
+  # A build that was killed leaves its containers mounted.
+  awk -v store="$work/store/" 'index($2, store) == 1 { print $2 }' /proc/mounts | sort -r | xargs -r -n 1 umount || true
   rm -rf "$work"
 }
 
