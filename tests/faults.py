@@ -288,7 +288,7 @@ class Rig:
         engine, num_before = bridge._engine, len(self.sequences)
 
         def are_all_there() -> bool:  # it is asked where the engine would take up more
-            return len(self.sequences) - num_before + bridge._inbox.qsize() >= num_sequences
+            return len(self.sequences) - num_before + bridge._thread._inbox.qsize() >= num_sequences
 
         def step() -> Any:
             hold_until(are_all_there)
