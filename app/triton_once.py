@@ -34,7 +34,6 @@ class Once:
         parameters = json.loads(args["model_config"])["parameters"]
         self._target: str = parameters[_TARGET]["string_value"]
         self._open: dict[str, Responses] = {}
-        self._cancelled: set[str] = set()
         self._threads = ThreadPoolExecutor(_MAX_OPEN, "once")
         self._is_closed = threading.Event()
         self._watch = threading.Thread(target=self._look, name="watch", daemon=True)
@@ -92,12 +91,11 @@ class Once:
         return request.exec(decoupled=True)
 
     def _look(self) -> None:
+        """Says it until it has ended: the first may be there before the request itself."""
         while not self._is_closed.wait(_LOOK_SECONDS):
-            self._cancelled &= self._open.keys()
             for id_, responses in list(self._open.items()):
                 try:
-                    if id_ not in self._cancelled and responses.is_cancelled:
-                        self._cancelled.add(id_)
+                    if responses.is_cancelled:
                         self._cancel(id_)
                 except Exception:
                     log.exception("a request that was cancelled cannot be ended")
