@@ -198,6 +198,8 @@ class Backend:
                 metrics_at = now + _METRICS_SECONDS
                 self._tell_metrics()
         self._end_all()
+        if self._state is State.FAILED:  # Triton goes on, and would say for ever that it is ready
+            self._tell_metrics()
 
     def _hand_out(self) -> list[TritonAnswer]:
         """Waits for a step's advances, a moment at most; the answers that have got some. What has
