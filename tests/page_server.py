@@ -14,17 +14,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from app.config import Settings
 from app.detokenizer import Detokenizer
 from app.engine import Engine
 from app.errors import InvalidRequest
 from app.scheduler import Scheduler
 from app.sequence import StepPlan
 from app.served import Served
-from app.service import Service
 
 from .engines import ScriptedModel, TokenCache
-from .stub_server import run, wait_for_file
+from .stub_server import GatedService, run, wait_for_file
 
 END = 256  # behind the bytes
 MAX_LEN = 4096
@@ -65,13 +63,7 @@ class HeldModel(ScriptedModel):
         return super().forward(plan, cache) * _CERTAINTY
 
 
-class PageServer(Service):
-    def prepare(self, settings: Settings) -> Served:
-        served = super().prepare(settings)
-        if "LOAD_GATE" in os.environ:  # before its thread runs: nothing in the load comes before
-            served.bridge.pulse.enter("waiting for a file")
-        return served
-
+class PageServer(GatedService):
     def _load(self, served: Served) -> Engine:
         if "LOAD_GATE" in os.environ:
             wait_for_file(Path(os.environ["LOAD_GATE"]))

@@ -71,13 +71,17 @@ class Codec:
         return Detokenizer([bytes([code]) for code in range(_NUM_IDS)])
 
 
-class StubServer(Service):
+class GatedService(Service):
+    """The load of the model waits for the file LOAD_GATE, if that is set."""
+
     def prepare(self, settings: Settings) -> Served:
         served = super().prepare(settings)
         if "LOAD_GATE" in os.environ:  # before its thread runs: nothing in the load comes before
             served.bridge.pulse.enter("waiting for a file")
         return served
 
+
+class StubServer(GatedService):
     def _load(self, served: Served) -> Engine:
         if "LOAD_GATE" in os.environ:
             wait_for_file(Path(os.environ["LOAD_GATE"]))
